@@ -1,0 +1,214 @@
+"""What the recipes show while they train: sample grids, speed, the configuration; and a validation at the end.
+
+It leaves out what stock callbacks do (checkpoints, learning rate) and what belongs to the precision plugin (loss scale,
+skipped steps, gradient norm, averaged weights).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning_mixprec import MasterWeightAveraging
+from torch import Tensor
+
+from recipes.data import Batch
+from recipes.diffusion import DiffusionModule
+from recipes.images import count_non_finite, image_grid, save_png
+from recipes.randomness import SAMPLES, keyed_generator
+from recipes.sampler import HeunSampler, guided
+
+
+@torch.no_grad()
+def draw_samples(
+    module: DiffusionModule,
+    sampler: HeunSampler,
+    image_shape: tuple[int, ...],
+    per_class: int = 8,
+    guidance: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Sample every class from the network as it stands.
+
+    Args:
+        module: Its `net` is called directly, so no collective runs and one rank may sample alone.
+        sampler: Solver.
+        image_shape: Channels, height and width.
+        per_class: Rows of the grid.
+        guidance: See `recipes.sampler.guided`.
+        seed: The starting noise is drawn on the CPU, so it is the same on every device.
+
+    Returns:
+        `(per_class * classes, C, H, W)` in fp32; image i has class i modulo the number of classes.
+    """
+    classes = int(module.net.null_label)  # type: ignore[arg-type]
+    labels = torch.arange(classes, device=module.device).repeat(per_class)
+    noise = torch.randn((len(labels), *image_shape), generator=keyed_generator(SAMPLES, seed)).to(module.device)
+    was_training = module.net.training
+    module.net.eval()
+    try:
+        return sampler(guided(module.objective, module.net, labels, classes, guidance), noise)
+    finally:
+        module.net.train(was_training)
+
+
+class SampleGrid(L.Callback):
+    """After every validation, rank 0 draws a class-conditional grid from the averaged weights.
+
+    The grid goes to TensorBoard (`samples`) and to a PNG per validation; the starting noise is always the same, so the
+    pictures of a run can be compared. The other ranks go on and wait at their next collective.
+
+    Args:
+        sampler: Solver.
+        directory: Where the PNG files go.
+        per_class: Rows of the grid, one column per class.
+        guidance: See `recipes.sampler.guided`.
+        seed: Of the starting noise.
+    """
+
+    def __init__(
+        self, sampler: HeunSampler, directory: str, per_class: int = 8, guidance: float = 1.0, seed: int = 0
+    ) -> None:
+        self.sampler = sampler
+        self.directory = Path(directory)
+        self.per_class = per_class
+        self.guidance = guidance
+        self.seed = seed
+        self.last_path: Path | None = None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw, unless this is Lightning's sanity check before training."""
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, DiffusionModule)
+        shape = trainer.datamodule.image_shape  # type: ignore[attr-defined]
+        with averaged_weights(trainer, pl_module):
+            samples = draw_samples(pl_module, self.sampler, shape, self.per_class, self.guidance, self.seed)
+        bad = count_non_finite(samples)
+        if bad:
+            print(f"warning: {bad} of {len(samples)} samples at step {trainer.global_step} are not finite (red in the grid)")
+        grid = image_grid(samples, columns=len(samples) // self.per_class)
+        self.last_path = self.directory / f"step{trainer.global_step:06d}.png"
+        save_png(grid, self.last_path)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("samples", grid, trainer.global_step)
+                logger.experiment.add_scalar("samples/non_finite", bad, trainer.global_step)
+
+
+def averaged_weights(trainer: L.Trainer, module: L.LightningModule) -> contextlib.AbstractContextManager[Any]:
+    """Context with the averaged weights in `module`, or with its own if nothing averages them."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, MasterWeightAveraging):
+            return callback.averaged_weights(module)
+    return contextlib.nullcontext()
+
+
+class ImagesPerSecond(L.Callback):
+    """Log training images per second over all ranks, validation and sampling time left out.
+
+    The mean since the last logging step, so no device is synchronised for it.
+    """
+
+    def __init__(self) -> None:
+        self._images = 0
+        self._since = 0.0
+
+    def _restart(self) -> None:
+        self._images = 0
+        self._since = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._restart()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start again: what happened since the last batch was not training."""
+        self._restart()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Count, and log at Lightning's logging steps."""
+        self._images += len(batch["image"]) * trainer.world_size
+        if trainer._logger_connector.should_update_logs:
+            pl_module.log("perf/images_per_second", self._images / (time.perf_counter() - self._since))
+            self._restart()
+
+
+class ValidateAtEnd(L.Callback):
+    """Make the last training batch be followed by a validation, whatever `val_check_interval` says.
+
+    So the checkpoint, the sample grid and the validation loss of a finished run are those of its last step. Lightning
+    validates before it obeys `should_stop`, which here only says what it is about to do anyway.
+    """
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Recognise the last batch."""
+        steps_done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+        if steps_done or (last_epoch and trainer.is_last_batch):
+            trainer.should_stop = True
+
+
+class RunRecord(L.Callback):
+    """Keep the resolved configuration with what it produced.
+
+    It is text in TensorBoard at the start, plain containers under `recipe` in every checkpoint (so that
+    `recipes.sample` can rebuild the network, and `torch.load(weights_only=True)` reads the file), and one line of
+    TensorBoard's HParams tab with the final validation loss at the end.
+
+    Args:
+        config: Plain dicts, lists and scalars.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the configuration as text."""
+        text = yaml.safe_dump(self.config, sort_keys=False)
+        for logger in self._writers(trainer):
+            logger.experiment.add_text("config", "\n".join("    " + line for line in text.splitlines()))
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the configuration to the checkpoint."""
+        checkpoint["recipe"] = self.config
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write one HParams entry, with a metric that is real."""
+        final = trainer.callback_metrics.get("val/loss")
+        if final is None:
+            return
+        for logger in self._writers(trainer):
+            logger.log_hyperparams(flatten(self.config), {"hparams/val_loss": float(final)}, step=trainer.global_step)
+
+    @staticmethod
+    def _writers(trainer: L.Trainer) -> list[TensorBoardLogger]:
+        return [x for x in trainer.loggers if trainer.is_global_zero and isinstance(x, TensorBoardLogger)]
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one level with dotted names; lists as text.
+
+    Example:
+        >>> flatten({"a": {"b": 1, "c": [2, 3]}})
+        {'a.b': 1, 'a.c': '[2, 3]'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else str(value)
+    return flat

@@ -1,0 +1,151 @@
+"""Check the command line before Hydra sees it.
+
+Hydra itself stops at a misspelt key with advice that misleads (it offers to append the misspelt key) and with exit
+status 1. Here the overrides are parsed and composed with Hydra's own parser first: unknown options and keys are answered
+with the choices, and a constructor argument that the YAML does not list may be set without a prefix.
+
+It leaves out checks of values; constructors do those (`recipes.config.build`), and `recipes.train` those that need data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.config import HYDRA_KEYS, OWNED_BY_GROUPS, ConfigError, did_you_mean, fail, parameters_of, unknown_key
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def run(task: Callable[[], None], config_name: str) -> None:
+    """Check `sys.argv`, then hand over to a function decorated with `hydra.main`.
+
+    `sys.argv` itself is rewritten, because Lightning starts further processes with what stands there.
+    """
+    try:
+        sys.argv[1:] = checked(sys.argv[1:], config_name)
+    except ConfigError as error:
+        fail(error)
+    task()
+
+
+def checked(argv: list[str], config_name: str) -> list[str]:
+    """Check every override; return the command line with `++` before arguments that the YAML does not list.
+
+    Args:
+        argv: Without the program's name.
+        config_name: Primary configuration, unless `--config-name` names another.
+
+    Raises:
+        ConfigError: At the first override that cannot be honoured.
+    """
+    args = get_args_parser().parse_args(argv)
+    if args.help or args.hydra_help or args.shell_completion:
+        return argv
+    directory = Path(args.config_path).absolute() if args.config_path else CONF
+    extra = [f"hydra.searchpath=[file://{Path(args.config_dir).absolute()}]"] if args.config_dir else []
+    try:
+        with initialize_config_dir(str(directory), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            parsed = OverridesParser.create(loader).parse_overrides(args.overrides)
+            if not args.multirun and (sweep := [o.input_line for o in parsed if o.is_sweep_override()]):
+                raise ConfigError(f"{sweep[0]}: several values need a sweep. Add -m, or quote the value: \"'a,b'\".")
+            _check_shared_directory(parsed)
+            rewrite: dict[str, str] = {}
+            for job in _jobs(parsed):
+                rewrite |= _check_job(job, args.config_name or config_name, loader, extra)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error).strip()) from error
+    return [rewrite.get(a, a) for a in argv]
+
+
+def _check_shared_directory(overrides: list[Override]) -> None:
+    """Processes started from outside would each make a time-stamped directory of their own."""
+    outside = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+    if outside and not any(o.key_or_group == "hydra.run.dir" for o in overrides):
+        raise ConfigError(
+            "this process was started by torchrun or SLURM, so every process would choose its own output directory. "
+            "Name one for all of them: hydra.run.dir=outputs/NAME."
+        )
+
+
+def _jobs(overrides: list[Override]) -> list[list[tuple[Override, str]]]:
+    """All combinations of a sweep, each a list of (override, override line with one value)."""
+    choices = []
+    for override in overrides:
+        if override.is_sweep_override():
+            prefix = override.get_key_element()
+            choices.append([(override, f"{prefix}={value}") for value in override.sweep_string_iterator()])
+        else:
+            choices.append([(override, str(override.input_line))])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def _check_job(
+    job: list[tuple[Override, str]], config_name: str, loader: ConfigLoader, extra: list[str]
+) -> dict[str, str]:
+    """Check the overrides of one job; return the lines to rewrite, old to new."""
+    groups, values = [], []
+    for override, line in job:
+        options = loader.get_group_options(override.key_or_group)
+        changes = not (override.is_add() or override.is_delete() or override.is_force_add())
+        if options:
+            chosen = line.partition("=")[2].strip("'\"[]")
+            if not override.is_delete() and chosen != "null" and not set(chosen.split(",")) <= set(options):
+                raise ConfigError(
+                    f"{line}: there is no {override.key_or_group} '{chosen}'.{did_you_mean(chosen, options)} "
+                    f"Choices: {', '.join(options)}."
+                )
+            groups.append(line)
+        elif changes and not override.key_or_group.startswith(("hydra.", "hydra/")) and override.package is None:
+            values.append(override)
+    base = compose(config_name, overrides=groups + extra)
+    return {o.input_line: f"++{o.input_line}" for o in values if o.input_line and not _listed(o, base)}
+
+
+def _listed(override: Override, config: DictConfig) -> bool:
+    """Whether the composed configuration has the key; False if only the constructor takes it.
+
+    Raises:
+        ConfigError: If neither does.
+    """
+    node: Any = config
+    path: list[str] = []
+    parts = override.key_or_group.split(".")
+    for part in parts:
+        if not isinstance(node, DictConfig):  # a list element or a value: Hydra decides
+            return True
+        if part in list(node.keys()):
+            node = node._get_node(part)
+            path.append(part)
+            continue
+        where = ".".join([*path, part])
+        listed = [str(k) for k in node.keys() if k not in HYDRA_KEYS]
+        if "_target_" not in node:
+            raise ConfigError(unknown_key(where, listed, f"{'.'.join(path) or 'The configuration'} has"))
+        taken, takes_any = parameters_of(node["_target_"], ".".join(path))
+        if path == ["trainer"] and part in OWNED_BY_GROUPS:
+            raise ConfigError(f"{override.input_line} is not used here. Write {OWNED_BY_GROUPS[part]}.")
+        if part not in taken and not takes_any:
+            raise ConfigError(unknown_key(where, {*taken, *listed}, f"{node['_target_']} takes"))
+        if len(path) + 1 < len(parts):
+            raise ConfigError(
+                f"{override.input_line}: '{where}' is not set here, so it has no '{'.'.join(parts[len(path) + 1 :])}'. "
+                f"Choose an option of '{path[0]}' that sets it, or add +{where}._target_=CLASS."
+            )
+        return False
+    return True

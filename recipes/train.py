@@ -1,0 +1,162 @@
+"""Train a recipe: `python -m recipes.train [group=option] [key=value]`.
+
+Reads top to bottom: check, build, fit, report. It leaves out every decision of its own: what is built stands in `conf/`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import to_absolute_path
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from recipes import command_line
+from recipes.callbacks import RunRecord, SampleGrid
+from recipes.config import ConfigError, build, check_targets, fail, plain
+from recipes.diffusion import DiffusionModule
+
+
+def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
+    """Build everything that the configuration names, and fit.
+
+    Args:
+        config: Plain containers.
+        output_dir: The run's directory, the same on every rank.
+
+    Returns:
+        The trainer, after `fit`.
+
+    Raises:
+        ConfigError: Before anything is trained.
+    """
+    check_targets(config)
+    seed = config["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}.")
+    ckpt_path = find_checkpoint(config["ckpt_path"], output_dir)
+    L.seed_everything(seed, workers=True)
+
+    data = build(config, "data", seed=seed)
+    module = DiffusionModule(
+        net=build(config, "model"),
+        objective=build(config, "objective"),
+        optimizer=build(config, "optimizer"),
+        scheduler=build(config, "scheduler") if config.get("scheduler") else None,
+        seed=seed,
+    )
+    callbacks = [build(config["callbacks"], name) for name, node in (config.get("callbacks") or {}).items() if node]
+    if config.get("ema"):
+        callbacks.append(build(config, "ema"))
+    trainer = build(
+        config,
+        "trainer",
+        plugins=build(config, "precision"),
+        strategy=build(config, "strategy") if config.get("strategy") else "auto",
+        callbacks=[*callbacks, RunRecord(config)],
+        logger=build(config, "logger") if config.get("logger") else False,
+        default_root_dir=str(output_dir),
+    )
+    check_batches(trainer, data, config)
+    check_launch(trainer)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
+    """The checkpoint to resume from.
+
+    Args:
+        ckpt_path: None starts anew; `last` means the newest `last.ckpt` of this run directory and its siblings, which
+            are the earlier runs of the experiment; anything else is a path, relative to where the command was typed.
+        output_dir: This run's directory.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        found = [*output_dir.glob("checkpoints/last.ckpt"), *output_dir.parent.glob("*/checkpoints/last.ckpt")]
+        if not found:
+            raise ConfigError(
+                f"ckpt_path=last: no earlier run was found. Looked for {output_dir.parent}/*/checkpoints/last.ckpt. "
+                "Leave ckpt_path out to start anew, or give the path of a checkpoint."
+            )
+        path = max(found, key=lambda p: p.stat().st_mtime)
+        # Processes that Lightning starts repeat the command line: they must not search again and find another file.
+        sys.argv.append(f"ckpt_path='{path}'")
+        return str(path)
+    path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"ckpt_path={ckpt_path}: there is no file {path}. Write ckpt_path=last for the newest checkpoint of this "
+            "experiment, or the path of a .ckpt file."
+        )
+    return str(path)
+
+
+def check_batches(trainer: L.Trainer, data: Any, config: dict[str, Any]) -> None:
+    """Refuse an epoch without batches, and an accumulation that no epoch completes.
+
+    Lightning steps at the end of an epoch even if the accumulation is incomplete (Lightning-AI/pytorch-lightning#21808):
+    a larger `accumulate_grad_batches` would silently train with a smaller batch than asked for.
+    """
+    data.setup("fit")
+    ranks = trainer.world_size
+    batches = data.train_batches(ranks)
+    if batches == 0:
+        raise ConfigError(
+            f"data.batch_size={data.batch_size}: {len(data.train)} training samples on {ranks} process(es) do not fill "
+            f"one batch. Choose data.batch_size <= {len(data.train) // ranks}."
+        )
+    limit = trainer.limit_train_batches
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
+    if trainer.accumulate_grad_batches > batches:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: an epoch has only {batches} batches on "
+            f"each of {ranks} process(es), and Lightning steps at its end. Choose at most {batches}, or a smaller "
+            f"data.batch_size (now {data.batch_size})."
+        )
+
+
+def check_launch(trainer: L.Trainer) -> None:
+    """Refuse a sweep whose jobs start processes by repeating the command line: each would run the sweep again."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        raise ConfigError(
+            f"-m with {trainer.world_size} processes: Lightning would start them with the whole sweep's command line. "
+            "Run the jobs one by one without -m, or start one process per job (trainer.devices=1), or let "
+            "strategy=ddp strategy.start_method=fork start them."
+        )
+
+
+def report(trainer: L.Trainer, output_dir: Path) -> None:
+    """Say what came out and where to look."""
+    loss = trainer.callback_metrics.get("val/loss")
+    grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
+    print(f"steps            {trainer.global_step}")
+    print(f"validation loss  {'not measured' if loss is None else f'{float(loss):.4f}'}")
+    print(f"sample grid      {grids[0] if grids else 'not drawn'}")
+    print(f"curves           tensorboard --logdir {output_dir}")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    """One job: what Hydra calls once, or once per job of a sweep."""
+    output_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        trainer = train(plain(cfg), output_dir)
+    except (ConfigError, MisconfigurationException) as error:
+        fail(error)
+    if trainer.is_global_zero:
+        report(trainer, output_dir)
+
+
+if __name__ == "__main__":
+    command_line.run(main, "train")
