@@ -1,0 +1,16 @@
+"""Mixed precision for PyTorch Lightning: fp32 master weights, loss scaling and per-layer fp32."""
+
+from lightning_mixprec.callbacks import MasterWeightAveraging, PrecisionMonitor
+from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.precision import MasterWeightPrecision, NonFiniteGradientsError
+from lightning_mixprec.scaler import DynamicLossScaler
+
+__all__ = [
+    "DynamicLossScaler",
+    "MasterWeightAveraging",
+    "MasterWeightPrecision",
+    "NonFiniteGradientsError",
+    "PrecisionMonitor",
+    "PrecisionPlan",
+    "PrecisionPolicy",
+]

@@ -1,0 +1,257 @@
+"""Callbacks that need the fp32 truth or the step counters of the precision plugin.
+
+Why they exist: an average of 16-bit weights never moves, an average taken on skipped steps decays at the wrong rate,
+and a run whose loss scale nobody watches dies unseen.
+
+Both work with any Precision plugin; without :class:`~lightning_mixprec.MasterWeightPrecision` every optimizer step
+counts as real and the parameters are their own masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mixprec.precision import MasterWeightPrecision
+
+AverageFn = Callable[[Tensor, Tensor, int], Tensor]
+
+
+class MasterWeightAveraging(WeightAveraging):
+    """Exponential (or any other) moving average of the fp32 master weights.
+
+    Differs from Lightning's ``WeightAveraging`` where that is unsafe in low precision or hides the raw weights: the
+    average is fp32 and fed from the masters, it moves on real steps only, a checkpoint's ``state_dict`` holds the raw
+    weights with the average under ``"averaged_state_dict"``, and after ``fit`` the module holds the raw weights.
+    During validation the average is in place, without loss to either.
+
+    Args:
+        decay: ``average = decay * average + (1 - decay) * weights`` after each real step, in (0, 1). The default,
+            0.999, averages over about 1000 steps; long runs take 0.9999.
+        avg_fn: Replaces the formula: ``avg_fn(average, weights, number_of_averages_so_far)`` returns the new average,
+            as in ``torch.optim.swa_utils.AveragedModel``; fp32 tensors of one parameter's shape.
+        device: Where the average lives; by default where the parameters are.
+
+    Attributes:
+        averages: Average by qualified parameter name, fp32; trained parameters only.
+        n_averaged: Number of updates so far.
+
+    Raises:
+        ValueError: If ``decay`` is outside (0, 1).
+
+    Example:
+        >>> MasterWeightAveraging(decay=0.9999).decay
+        0.9999
+    """
+
+    averages_master_weights = True
+
+    def __init__(
+        self, decay: float = 0.999, avg_fn: AverageFn | None = None, device: torch.device | str | int | None = None
+    ) -> None:
+        super().__init__(device=device)
+        if not 0 < decay < 1:
+            raise ValueError(f"decay={decay!r} must lie between 0 and 1, such as 0.999.")
+        self.decay = decay
+        self.avg_fn = avg_fn
+        self.averages: dict[str, Tensor] = {}
+        self.n_averaged = 0
+        self._real_steps = 0
+        self._swapped = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the average of an earlier fit; a checkpoint, loaded after this, may bring one."""
+        if stage == "fit":
+            self.averages, self.n_averaged, self._swapped = {}, 0, False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the average at the weights, which by now are on their device and have their masters."""
+        for name, weight in _trained_weights(pl_module):
+            self.averages[name] = self._place(self._average_of(name, weight), weight)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where the step counter stands, which a checkpoint may have set."""
+        self._real_steps = _real_steps(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update the average if this batch made a real step (and a subclass's ``should_update`` agrees)."""
+        before, self._real_steps = self._real_steps, _real_steps(trainer)
+        if self._real_steps > before and self.should_update(step_idx=self._real_steps - 1):
+            self._update(pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Update the average where a subclass's ``should_update(epoch_idx=...)`` says so."""
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing: unlike stock, the module keeps its raw weights."""
+
+    @torch.no_grad()
+    def _update(self, pl_module: LightningModule) -> None:
+        pairs = [(self._average_of(name, w), self._place(w, w)) for name, w in _trained_weights(pl_module)]
+        if self.avg_fn is None:
+            torch._foreach_lerp_([average for average, _ in pairs], [w for _, w in pairs], 1 - self.decay)
+        else:
+            for average, weight in pairs:
+                average.copy_(self.avg_fn(average, weight, self.n_averaged))
+        self.n_averaged += 1
+
+    @contextmanager
+    def averaged_weights(self, pl_module: LightningModule) -> Iterator[None]:
+        """Put the average in place of the weights for a while, for example to sample from a hook.
+
+        Example:
+            >>> import lightning as L
+            >>> ema = MasterWeightAveraging()
+            >>> with ema.averaged_weights(L.LightningModule()):  # before a fit there is nothing to put in place
+            ...     pass
+        """
+        if self._swapped or not self.averages:
+            yield
+            return
+        self._swap(pl_module)
+        try:
+            yield
+        finally:
+            self._swap(pl_module)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """During fit, validate with the average."""
+        if self.averages and trainer.state.fn == "fit":
+            self._swap(pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        if self._swapped:
+            self._swap(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the weights back if validation was interrupted."""
+        if self._swapped:
+            self._swap(pl_module)
+
+    @torch.no_grad()
+    def _swap(self, pl_module: LightningModule) -> None:
+        """Exchange weights and averages, both fp32, and round what is now the weights into the 16-bit parameters."""
+        weights = list(_trained_weights(pl_module))
+        for name, weight in weights:
+            average = self._average_of(name, weight)
+            raw = weight.clone()
+            weight.copy_(average)
+            average.copy_(raw)
+        plugin = _plugin(pl_module)
+        if plugin is not None and plugin.master_weights is not None:
+            plugin.master_weights.refresh()
+        self._swapped = not self._swapped
+
+    def _average_of(self, name: str, weight: Tensor) -> Tensor:
+        if name not in self.averages:  # at the start, or unfrozen since
+            self.averages[name] = self._place(weight, weight).clone()
+        return self.averages[name]
+
+    def _place(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        return tensor.to(weight.device if self._device is None else self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of updates; the average itself has its own place in the checkpoint."""
+        return {"n_averaged": self.n_averaged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the number of updates; a stock average's state has none and counts from its own average."""
+        self.n_averaged = state_dict.get("n_averaged", 0)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add ``"averaged_state_dict"``: the keys of ``state_dict``, trained parameters averaged, the rest as there."""
+        held = checkpoint["state_dict"]
+        exchanged = {**held, **{name: value for name, value in self.averages.items() if name in held}}
+        # Inside a validation the module holds the average, and `averages` the raw weights.
+        checkpoint["state_dict"] = exchanged if self._swapped else held
+        checkpoint["averaged_state_dict"] = held if self._swapped else exchanged
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the average from ``"averaged_state_dict"``; a checkpoint without one starts it at its weights."""
+        trained = {name for name, param in pl_module.named_parameters() if param.requires_grad}
+        source = checkpoint.get("averaged_state_dict", {})
+        self.averages = {name: value.float().clone() for name, value in source.items() if name in trained}
+
+
+class PrecisionMonitor(Callback):
+    """Logs the vital signs of a low-precision run, to whatever logger the Trainer has, every ``log_every_n_steps``.
+
+    Scalars: ``mixprec/loss_scale`` (the scale used for that step), ``mixprec/skipped`` (1 if the step was skipped),
+    ``mixprec/skipped_total``, ``mixprec/consecutive_skips``, ``mixprec/real_steps`` and ``mixprec/grad_norm`` (2-norm
+    over all parameters, unscaled, before clipping, steps that happened only). Steps that are not logged cost nothing.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=PrecisionMonitor(), accelerator="cpu", logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._scale_used: Tensor | None = None  # fp32 []
+        self._grad_norm: Tensor | None = None  # fp32 []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the scale that this batch will use."""
+        plugin = _plugin(pl_module)
+        self._scale_used = plugin.scaler.scale if plugin is not None else None
+        self._grad_norm = None
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Take the norm of the unscaled fp32 gradients, if this step is logged."""
+        if not trainer._logger_connector.should_update_logs:
+            return
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        self._grad_norm = torch.nn.utils.get_total_norm(grads)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, if this step is logged."""
+        plugin = _plugin(pl_module)
+        if plugin is None or not trainer._logger_connector.should_update_logs:
+            return
+        values = {
+            "loss_scale": self._scale_used,
+            "skipped": float(plugin.step_was_skipped),
+            "skipped_total": plugin.scaler.skipped_steps.float(),
+            "consecutive_skips": plugin.scaler.consecutive_skips.float(),
+            "real_steps": plugin.scaler.real_steps.float(),
+            "grad_norm": self._grad_norm,
+        }
+        for name, value in values.items():
+            if value is not None:
+                pl_module.log(f"mixprec/{name}", value)
+
+
+def _plugin(pl_module: LightningModule) -> MasterWeightPrecision | None:
+    trainer = pl_module._trainer
+    plugin = trainer.precision_plugin if trainer is not None else None
+    return plugin if isinstance(plugin, MasterWeightPrecision) else None
+
+
+def _real_steps(trainer: Trainer) -> int:
+    plugin = trainer.precision_plugin
+    return plugin.real_steps if isinstance(plugin, MasterWeightPrecision) else trainer.global_step
+
+
+def _trained_weights(pl_module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    """Name and fp32 weight of every trained parameter, edits from outside included."""
+    plugin = _plugin(pl_module)
+    masters = plugin.master_weights if plugin is not None else None
+    if masters is not None:
+        masters.adopt_edits()
+    for name, param in pl_module.named_parameters():
+        if param.requires_grad:
+            yield name, (masters.of(param) if masters is not None else param).detach()
