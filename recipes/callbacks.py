@@ -12,50 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning_mixprec import MasterWeightAveraging
-from torch import Tensor
+from omegaconf import OmegaConf
 
+from lightning_mixprec import MasterWeightAveraging
 from recipes.data import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.images import count_non_finite, image_grid, save_png
-from recipes.randomness import SAMPLES, keyed_generator
-from recipes.sampler import HeunSampler, guided
-
-
-@torch.no_grad()
-def draw_samples(
-    module: DiffusionModule,
-    sampler: HeunSampler,
-    image_shape: tuple[int, ...],
-    per_class: int = 8,
-    guidance: float = 1.0,
-    seed: int = 0,
-) -> Tensor:
-    """Sample every class from the network as it stands.
-
-    Args:
-        module: Its `net` is called directly, so no collective runs and one rank may sample alone.
-        sampler: Solver.
-        image_shape: Channels, height and width.
-        per_class: Rows of the grid.
-        guidance: See `recipes.sampler.guided`.
-        seed: The starting noise is drawn on the CPU, so it is the same on every device.
-
-    Returns:
-        `(per_class * classes, C, H, W)` in fp32; image i has class i modulo the number of classes.
-    """
-    classes = int(module.net.null_label)  # type: ignore[arg-type]
-    labels = torch.arange(classes, device=module.device).repeat(per_class)
-    noise = torch.randn((len(labels), *image_shape), generator=keyed_generator(SAMPLES, seed)).to(module.device)
-    was_training = module.net.training
-    module.net.eval()
-    try:
-        return sampler(guided(module.objective, module.net, labels, classes, guidance), noise)
-    finally:
-        module.net.train(was_training)
+from recipes.sampler import HeunSampler, draw_samples
 
 
 class SampleGrid(L.Callback):
@@ -89,10 +53,14 @@ class SampleGrid(L.Callback):
         assert isinstance(pl_module, DiffusionModule)
         shape = trainer.datamodule.image_shape  # type: ignore[attr-defined]
         with averaged_weights(trainer, pl_module):
-            samples = draw_samples(pl_module, self.sampler, shape, self.per_class, self.guidance, self.seed)
+            samples = draw_samples(
+                pl_module.net, pl_module.objective, self.sampler, shape, self.per_class, self.guidance, self.seed
+            )
         bad = count_non_finite(samples)
         if bad:
-            print(f"warning: {bad} of {len(samples)} samples at step {trainer.global_step} are not finite (red in the grid)")
+            print(
+                f"warning: {bad} of {len(samples)} samples are not finite (red in the grid), step {trainer.global_step}"
+            )
         grid = image_grid(samples, columns=len(samples) // self.per_class)
         self.last_path = self.directory / f"step{trainer.global_step:06d}.png"
         save_png(grid, self.last_path)
@@ -175,13 +143,11 @@ class RunRecord(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the configuration as text."""
-        text = yaml.safe_dump(self.config, sort_keys=False)
+        text = OmegaConf.to_yaml(OmegaConf.create(self.config))
         for logger in self._writers(trainer):
             logger.experiment.add_text("config", "\n".join("    " + line for line in text.splitlines()))
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the configuration to the checkpoint."""
         checkpoint["recipe"] = self.config
 

@@ -1,10 +1,10 @@
 """Check the command line before Hydra sees it.
 
 Hydra itself stops at a misspelt key with advice that misleads (it offers to append the misspelt key) and with exit
-status 1. Here the overrides are parsed and composed with Hydra's own parser first: unknown options and keys are answered
-with the choices, and a constructor argument that the YAML does not list may be set without a prefix.
+status 1. Here the overrides are parsed and composed with Hydra's own parser first: unknown options and keys are
+answered with the choices, and a constructor argument that the YAML does not list may be set without a prefix.
 
-It leaves out checks of values; constructors do those (`recipes.config.build`), and `recipes.train` those that need data.
+It leaves out checks of values: constructors do those (`recipes.config.build`), `recipes.train` those that need data.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _listed(override: Override, config: DictConfig) -> bool:
         if path == ["trainer"] and part in OWNED_BY_GROUPS:
             raise ConfigError(f"{override.input_line} is not used here. Write {OWNED_BY_GROUPS[part]}.")
         if part not in taken and not takes_any:
-            raise ConfigError(unknown_key(where, {*taken, *listed}, f"{node['_target_']} takes"))
+            settable = {*taken, *listed} - (OWNED_BY_GROUPS.keys() if path == ["trainer"] else set())
+            raise ConfigError(unknown_key(where, settable, f"{node['_target_']} takes"))
         if len(path) + 1 < len(parts):
             raise ConfigError(
                 f"{override.input_line}: '{where}' is not set here, so it has no '{'.'.join(parts[len(path) + 1 :])}'. "

@@ -102,7 +102,9 @@ def check_targets(config: dict[str, Any]) -> None:
 def unknown_key(path: str, known: Iterable[str], taker: str) -> str:
     """The error text for a key that nobody takes."""
     known = sorted(known)
-    return f"unknown key '{path}'.{did_you_mean(path.rpartition('.')[2], known)} {taker}: {', '.join(known) or 'nothing'}."
+    return (
+        f"unknown key '{path}'.{did_you_mean(path.rpartition('.')[2], known)} {taker}: {', '.join(known) or 'nothing'}."
+    )
 
 
 def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -132,5 +134,6 @@ def build(config: dict[str, Any], path: str, **arguments: Any) -> Any:
     try:
         return instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
+        given = ", ".join(f"{k}={v}" for k, v in node.items() if k not in HYDRA_KEYS and not isinstance(v, dict))
         cause = error.__cause__ or error
-        raise ConfigError(f"{path}: {node['_target_']} refused its arguments: {cause}") from error
+        raise ConfigError(f"{path}: {node['_target_']} refused its arguments ({given}): {cause}") from error

@@ -1,7 +1,7 @@
 """The LightningModule: draws noise, drops labels, averages the loss.
 
-It leaves out precision (the plugin's), weight averaging (a callback's) and sampling (`recipes.callbacks`): the module is
-the same for all of them. It keeps the network under the name `net` and has no other parameters or buffers.
+It leaves out precision (the plugin's), weight averaging (a callback's) and sampling (`recipes.sampler`): the module
+is the same for all of them. It keeps the network under the name `net` and has no other parameters or buffers.
 """
 
 from __future__ import annotations
@@ -106,4 +106,4 @@ class DiffusionModule(L.LightningModule):
         holds. Lightning's own mean over ranks would not (Lightning-AI/pytorch-lightning#21859).
         """
         totals = self.trainer.strategy.reduce(torch.stack([self._val_sum, self._val_count]), reduce_op="sum")
-        self.log("val/loss", totals[0] / totals[1], prog_bar=True)  # type: ignore[index]
+        self.log("val/loss", totals[0] / totals[1], prog_bar=True)

@@ -31,6 +31,7 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
         `(batch,)` in fp32.
 
     Example:
+        >>> import torch
         >>> squared_error(torch.full((1, 2), 300.0, dtype=torch.float16), torch.zeros(1, 2))
         tensor([90000.])
     """
@@ -56,6 +57,7 @@ class EDM:
             unconditional denoiser that guidance needs (Ho and Salimans 2022).
 
     Example:
+        >>> import torch
         >>> EDM().denoise(lambda x, c_noise, labels: x.half(), torch.ones(1, 1, 2, 2), torch.ones(1), None).dtype
         torch.float32
     """

@@ -1,17 +1,19 @@
 """Heun's method for the probability-flow ODE, as in EDM (Karras et al. 2022, algorithm 1), and guidance.
 
-All arithmetic is fp32 on the caller's device; only the network inside `denoise` may compute in fewer bits. It leaves out
-stochastic churn: a fixed seed then gives the same picture whenever it is drawn, which is what a sample grid is for.
+All arithmetic is fp32 on the caller's device; only the network inside `denoise` may compute in fewer bits. It leaves
+out stochastic churn: a fixed seed then gives the same picture whenever it is drawn, which is what a sample grid is for.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.objective import EDM, Network
+from recipes.randomness import SAMPLES, keyed_generator
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """`(noisy image, sigma of each sample) -> clean image in fp32`."""
@@ -31,9 +33,7 @@ class HeunSampler:
         0.0
     """
 
-    def __init__(
-        self, steps: int = 18, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0
-    ) -> None:
+    def __init__(self, steps: int = 18, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> None:
         if steps < 2 or not 0 < sigma_min < sigma_max:
             raise ValueError(
                 f"HeunSampler needs steps >= 2 and 0 < sigma_min < sigma_max; got steps={steps}, "
@@ -62,7 +62,7 @@ class HeunSampler:
         """
         levels = self.sigmas()
         x = noise.float() * levels[0]
-        for now, after in zip(levels[:-1], levels[1:], strict=True):
+        for now, after in itertools.pairwise(levels):
             slope = (x - denoise(x, x.new_full((len(x),), now))) / now
             step = x + (after - now) * slope
             if after > 0:
@@ -96,3 +96,39 @@ def guided(objective: EDM, net: Network, labels: Tensor, null_label: int, guidan
         return without + guidance * (with_label - without)
 
     return denoise
+
+
+@torch.no_grad()
+def draw_samples(
+    net: nn.Module,
+    objective: EDM,
+    sampler: HeunSampler,
+    image_shape: tuple[int, ...],
+    per_class: int = 8,
+    guidance: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Sample every class from the network as it stands.
+
+    Args:
+        net: Called directly, so no collective runs and one rank may sample alone. Has `null_label`.
+        objective: The one it was trained with.
+        sampler: Solver.
+        image_shape: Channels, height and width.
+        per_class: Images of each class.
+        guidance: See `guided`.
+        seed: The starting noise is drawn on the CPU, so it is the same on every device.
+
+    Returns:
+        `(per_class * classes, C, H, W)` in fp32; image i has class i modulo the number of classes.
+    """
+    device = next(net.parameters()).device
+    null_label = int(net.null_label)  # type: ignore[arg-type]
+    labels = torch.arange(null_label, device=device).repeat(per_class)
+    noise = torch.randn((len(labels), *image_shape), generator=keyed_generator(SAMPLES, seed)).to(device)
+    was_training = net.training
+    net.eval()
+    try:
+        return sampler(guided(objective, net, labels, null_label, guidance), noise)
+    finally:
+        net.train(was_training)

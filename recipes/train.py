@@ -1,6 +1,6 @@
 """Train a recipe: `python -m recipes.train [group=option] [key=value]`.
 
-Reads top to bottom: check, build, fit, report. It leaves out every decision of its own: what is built stands in `conf/`.
+Reads top to bottom: check, build, fit, report. What is built stands in `conf/`, not here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     ckpt_path = find_checkpoint(config["ckpt_path"], output_dir)
     L.seed_everything(seed, workers=True)
 
-    data = build(config, "data", seed=seed)
+    data = build(config, "data")
     module = DiffusionModule(
         net=build(config, "model"),
         objective=build(config, "objective"),
@@ -62,10 +62,10 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         strategy=build(config, "strategy") if config.get("strategy") else "auto",
         callbacks=[*callbacks, RunRecord(config)],
         logger=build(config, "logger") if config.get("logger") else False,
-        default_root_dir=str(output_dir),
     )
     check_batches(trainer, data, config)
     check_launch(trainer)
+    check_policy(trainer, module)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -103,8 +103,9 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
 def check_batches(trainer: L.Trainer, data: Any, config: dict[str, Any]) -> None:
     """Refuse an epoch without batches, and an accumulation that no epoch completes.
 
-    Lightning steps at the end of an epoch even if the accumulation is incomplete (Lightning-AI/pytorch-lightning#21808):
-    a larger `accumulate_grad_batches` would silently train with a smaller batch than asked for.
+    Lightning steps at the end of an epoch even if the accumulation is incomplete
+    (Lightning-AI/pytorch-lightning#21808): a larger `accumulate_grad_batches` would silently train with a smaller
+    batch than asked for.
     """
     data.setup("fit")
     ranks = trainer.world_size
@@ -118,8 +119,8 @@ def check_batches(trainer: L.Trainer, data: Any, config: dict[str, Any]) -> None
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
     if trainer.accumulate_grad_batches > batches:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: an epoch has only {batches} batches on "
-            f"each of {ranks} process(es), and Lightning steps at its end. Choose at most {batches}, or a smaller "
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: an epoch has only {batches} batches "
+            f"on each of {ranks} process(es), and Lightning steps at its end. Choose at most {batches}, or a smaller "
             f"data.batch_size (now {data.batch_size})."
         )
 
@@ -134,6 +135,14 @@ def check_launch(trainer: L.Trainer) -> None:
             "Run the jobs one by one without -m, or start one process per job (trainer.devices=1), or let "
             "strategy=ddp strategy.start_method=fork start them."
         )
+
+
+def check_policy(trainer: L.Trainer, module: DiffusionModule) -> None:
+    """Refuse a precision policy that names layers the network does not have, before processes are started."""
+    try:
+        trainer.precision_plugin.policy.resolve(module)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise ConfigError(f"precision.policy: {error}") from error
 
 
 def report(trainer: L.Trainer, output_dir: Path) -> None:

@@ -1,9 +1,9 @@
 """A small class-conditional U-Net, readable top to bottom.
 
 Why it exists: the default recipe needs a real network that trains in a minute on two CPU cores, and whose layers carry
-the names that per-layer fp32 policies already know from diffusers (`time_embedding`, `class_embedding`, `conv_norm_out`,
-`conv_out`, ...). The module tree and the arithmetic follow diffusers' `UNet2DModel` with `DownBlock2D`/`AttnDownBlock2D`
-blocks, one residual layer count for all levels, and `layers_per_block + 1` residual layers on the way up.
+the names that per-layer fp32 policies already know from diffusers (`time_embedding`, `class_embedding`,
+`conv_norm_out`, `conv_out`, ...). The module tree and the arithmetic follow diffusers' `UNet2DModel` made of
+`DownBlock2D` and `AttnDownBlock2D`, with `layers_per_block + 1` residual layers per resolution on the way up.
 
 It leaves out dropout, so that a training run consumes no global random numbers and resumes bit for bit.
 """
@@ -39,7 +39,9 @@ def sinusoid(position: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor
     if dim % 2:
         raise ValueError(f"sinusoid needs an even number of features, got dim={dim}.")
     half = dim // 2
-    frequency = torch.exp(torch.arange(half, dtype=torch.float32, device=position.device) * (-math.log(max_period) / half))
+    frequency = torch.exp(
+        torch.arange(half, dtype=torch.float32, device=position.device) * (-math.log(max_period) / half)
+    )
     angle = position.float()[:, None] * frequency[None, :]  # (batch, half), fp32
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
@@ -94,7 +96,9 @@ class Attention(nn.Module):
         self.to_q = nn.Linear(channels, channels)
         self.to_k = nn.Linear(channels, channels)
         self.to_v = nn.Linear(channels, channels)
-        self.to_out = nn.ModuleList([nn.Linear(channels, channels)])  # a list because diffusers has a dropout at index 1
+        self.to_out = nn.ModuleList(
+            [nn.Linear(channels, channels)]
+        )  # a list because diffusers has a dropout at index 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `(batch, channels, H, W)` to the same shape."""
@@ -133,19 +137,55 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-class Level(nn.Module):
-    """One resolution of the U-Net: residual layers, optional attention, optional change of resolution."""
+class DownBlock(nn.Module):
+    """One resolution on the way down: residual layers, each with optional attention, then optionally half the size."""
 
-    def __init__(self, resnets: list[ResnetBlock], attentions: list[Attention]) -> None:
+    def __init__(
+        self, channels: Sequence[int], temb_channels: int, head_dim: int | None, norm_num_groups: int, halve: bool
+    ) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(resnets)
-        if attentions:
-            self.attentions = nn.ModuleList(attentions)
+        self.resnets, self.attentions = _layers(channels[:-1], channels[-1], temb_channels, head_dim, norm_num_groups)
+        self.downsamplers = nn.ModuleList([Downsample(channels[-1])] if halve else [])
 
-    def layer(self, index: int, x: Tensor, temb: Tensor) -> Tensor:
-        """Apply residual layer `index` and the attention that belongs to it."""
-        x = self.resnets[index](x, temb)
-        return self.attentions[index](x) if hasattr(self, "attentions") else x
+    def forward(self, x: Tensor, temb: Tensor) -> list[Tensor]:
+        """Return every feature map `(batch, channels, H, W)` that the way up will need, the last one to go on with."""
+        skips = []
+        for index, resnet in enumerate(self.resnets):
+            x = resnet(x, temb)
+            if self.attentions:
+                x = self.attentions[index](x)
+            skips.append(x)
+        return [*skips, *(downsample(x) for downsample in self.downsamplers)]
+
+
+class UpBlock(nn.Module):
+    """One resolution on the way up: like `DownBlock`, but each residual layer also takes a map from the way down."""
+
+    def __init__(
+        self, channels: Sequence[int], temb_channels: int, head_dim: int | None, norm_num_groups: int, double: bool
+    ) -> None:
+        super().__init__()
+        self.resnets, self.attentions = _layers(channels[:-1], channels[-1], temb_channels, head_dim, norm_num_groups)
+        self.upsamplers = nn.ModuleList([Upsample(channels[-1])] if double else [])
+
+    def forward(self, x: Tensor, temb: Tensor, skips: list[Tensor]) -> Tensor:
+        """Map `(batch, channels, H, W)` to the next resolution; takes what it needs from the end of `skips`."""
+        for index, resnet in enumerate(self.resnets):
+            x = resnet(torch.cat([x, skips.pop()], dim=1), temb)
+            if self.attentions:
+                x = self.attentions[index](x)
+        for upsample in self.upsamplers:
+            x = upsample(x)
+        return x
+
+
+def _layers(
+    inputs: Sequence[int], out: int, temb_channels: int, head_dim: int | None, norm_num_groups: int
+) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """Residual layers with these input channels, and as many attentions, or none without a head dimension."""
+    resnets = nn.ModuleList(ResnetBlock(channels, out, temb_channels, norm_num_groups) for channels in inputs)
+    attentions = nn.ModuleList(Attention(out, head_dim, norm_num_groups) for _ in inputs if head_dim)
+    return resnets, attentions
 
 
 class MidBlock(nn.Module):
@@ -215,39 +255,29 @@ class UNet(nn.Module):
         self.time_embedding = TimestepEmbedding(channels[0], temb)
         self.class_embedding = nn.Embedding(num_classes + 1, temb)
 
-        def level(inputs: list[int], out: int, index: int) -> Level:
-            resnets = [ResnetBlock(c, out, temb, norm_num_groups) for c in inputs]
-            has_attention = index in attention_levels
-            attentions = [Attention(out, attention_head_dim, norm_num_groups) for _ in inputs if has_attention]
-            return Level(resnets, attentions)
+        def head_dim(level: int) -> int | None:
+            return attention_head_dim if level in attention_levels else None
 
         # `skips` lists the channels of every feature map that the way down hands over to the way up.
         last = len(channels) - 1
-        skips = [channels[0]]
         current = channels[0]
+        skips = [current]
         self.down_blocks = nn.ModuleList()
-        for index, out in enumerate(channels):
-            block = level([current] + [out] * (layers_per_block - 1), out, index)
-            skips += [out] * layers_per_block
-            if index < last:
-                block.downsamplers = nn.ModuleList([Downsample(out)])
-                skips.append(out)
-            self.down_blocks.append(block)
+        for level, out in enumerate(channels):
+            chain = [current, *[out] * layers_per_block]
+            self.down_blocks.append(DownBlock(chain, temb, head_dim(level), norm_num_groups, halve=level < last))
+            skips += [out] * (layers_per_block + (level < last))
             current = out
 
         self.mid_block = MidBlock(current, temb, attention_head_dim, norm_num_groups)
 
         self.up_blocks = nn.ModuleList()
-        for index in reversed(range(len(channels))):
-            out = channels[index]
-            inputs = []
+        for level, out in reversed(list(enumerate(channels))):
+            chain = []
             for _ in range(layers_per_block + 1):
-                inputs.append(current + skips.pop())
+                chain.append(current + skips.pop())
                 current = out
-            block = level(inputs, out, index)
-            if index > 0:
-                block.upsamplers = nn.ModuleList([Upsample(out)])
-            self.up_blocks.append(block)
+            self.up_blocks.append(UpBlock([*chain, out], temb, head_dim(level), norm_num_groups, double=level > 0))
 
         self.conv_norm_out = nn.GroupNorm(norm_num_groups, channels[0])
         self.conv_out = nn.Conv2d(channels[0], in_channels, 3, padding=1)
@@ -270,19 +300,10 @@ class UNet(nn.Module):
         temb = self.time_embedding(sinusoid(noise_level.float() * self.time_scale, self.time_features))
         temb = temb + self.class_embedding(labels)
 
-        x = self.conv_in(x)
-        skips = [x]
-        for block in self.down_blocks:
-            for index in range(len(block.resnets)):
-                x = block.layer(index, x, temb)
-                skips.append(x)
-            if hasattr(block, "downsamplers"):
-                x = block.downsamplers[0](x)
-                skips.append(x)
-        x = self.mid_block(x, temb)
-        for block in self.up_blocks:
-            for index in range(len(block.resnets)):
-                x = block.layer(index, torch.cat([x, skips.pop()], dim=1), temb)
-            if hasattr(block, "upsamplers"):
-                x = block.upsamplers[0](x)
+        skips = [self.conv_in(x)]
+        for down in self.down_blocks:
+            skips += down(skips[-1], temb)
+        x = self.mid_block(skips[-1], temb)
+        for up in self.up_blocks:
+            x = up(x, temb, skips)
         return self.conv_out(F.silu(self.conv_norm_out(x)))
