@@ -53,7 +53,7 @@ def checked(argv: list[str], config_name: str) -> list[str]:
     Raises:
         ConfigError: At the first override that cannot be honoured.
     """
-    args = get_args_parser().parse_args(argv)
+    args = get_args_parser().parse_intermixed_args(argv)
     if args.help or args.hydra_help or args.shell_completion:
         return argv
     directory = Path(args.config_path).absolute() if args.config_path else CONF
@@ -70,7 +70,9 @@ def checked(argv: list[str], config_name: str) -> list[str]:
                 rewrite |= _check_job(job, args.config_name or config_name, loader, extra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).strip()) from error
-    return [rewrite.get(a, a) for a in argv]
+    # Overrides last: Hydra's parser refuses them on both sides of an option such as -m.
+    flags = [a for a in argv if a not in args.overrides]
+    return [*flags, *(rewrite.get(line, line) for line in args.overrides)]
 
 
 def _check_shared_directory(overrides: list[Override]) -> None:
@@ -105,7 +107,7 @@ def _check_job(
         changes = not (override.is_add() or override.is_delete() or override.is_force_add())
         if options:
             chosen = line.partition("=")[2].strip("'\"[]")
-            if not override.is_delete() and chosen != "null" and not set(chosen.split(",")) <= set(options):
+            if not override.is_delete() and not set(chosen.split(",")) <= set(options):
                 raise ConfigError(
                     f"{line}: there is no {override.key_or_group} '{chosen}'.{did_you_mean(chosen, options)} "
                     f"Choices: {', '.join(options)}."
@@ -114,7 +116,10 @@ def _check_job(
         elif changes and not override.key_or_group.startswith(("hydra.", "hydra/")) and override.package is None:
             values.append(override)
     base = compose(config_name, overrides=groups + extra)
-    return {o.input_line: f"++{o.input_line}" for o in values if o.input_line and not _listed(o, base)}
+    rewrite = {str(o.input_line): f"++{o.input_line}" for o in values if not _listed(o, base)}
+    # What is still wrong, Hydra says now rather than later with a traceback.
+    compose(config_name, overrides=[f"++{line}" if str(o.input_line) in rewrite else line for o, line in job] + extra)
+    return rewrite
 
 
 def _listed(override: Override, config: DictConfig) -> bool:

@@ -93,7 +93,7 @@ def weights_of(checkpoint: dict[str, Any], choice: str, path: Path) -> dict[str,
     return {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="sample")
+@hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="sample")
 def main(cfg: DictConfig) -> None:
     """What Hydra calls."""
     try:

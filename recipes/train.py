@@ -6,6 +6,7 @@ Reads top to bottom: check, build, fit, report. What is built stands in `conf/`,
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,20 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
+from lightning_mixprec import PrecisionPlan
+
 from recipes import command_line
 from recipes.callbacks import RunRecord, SampleGrid
 from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.diffusion import DiffusionModule
+
+NOISE = (
+    ".*smaller than the logging interval.*",  # short epochs; logging counts steps across epochs
+    ".*not supported by the model summary.*",  # the summary's estimate of memory, which nobody asked for
+    ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6.6 with torch 2.14; delete when Lightning adapts
+    ".*does not have many workers.*",  # the data are a tensor in memory
+)
+"""Warnings of Lightning that do not concern the recipes' users."""
 
 
 def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
@@ -32,7 +43,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         output_dir: The run's directory, the same on every rank.
 
     Returns:
-        The trainer, after `fit`.
+        The trainer, after `fit`; with `dry_run`, everything is built and checked, but nothing trained.
 
     Raises:
         ConfigError: Before anything is trained.
@@ -63,9 +74,12 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         callbacks=[*callbacks, RunRecord(config)],
         logger=build(config, "logger") if config.get("logger") else False,
     )
-    check_batches(trainer, data, config)
+    check_batches(trainer, data)
     check_launch(trainer)
-    check_policy(trainer, module)
+    plan = policy_plan(trainer, module)
+    if config["dry_run"]:
+        print(plan)
+        return trainer
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -75,16 +89,18 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
 
     Args:
         ckpt_path: None starts anew; `last` means the newest `last.ckpt` of this run directory and its siblings, which
-            are the earlier runs of the experiment; anything else is a path, relative to where the command was typed.
+            are the earlier runs of the experiment (jobs of sweeps included); anything else is a path, relative to
+            where the command was typed.
         output_dir: This run's directory.
     """
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
-        found = [*output_dir.glob("checkpoints/last.ckpt"), *output_dir.parent.glob("*/checkpoints/last.ckpt")]
+        root = output_dir.parent
+        found = [*root.glob("*/checkpoints/last.ckpt"), *root.glob("sweep_*/*/checkpoints/last.ckpt")]
         if not found:
             raise ConfigError(
-                f"ckpt_path=last: no earlier run was found. Looked for {output_dir.parent}/*/checkpoints/last.ckpt. "
+                f"ckpt_path=last: no earlier run was found. Looked for {root}/*/checkpoints/last.ckpt. "
                 "Leave ckpt_path out to start anew, or give the path of a checkpoint."
             )
         path = max(found, key=lambda p: p.stat().st_mtime)
@@ -100,7 +116,7 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
     return str(path)
 
 
-def check_batches(trainer: L.Trainer, data: Any, config: dict[str, Any]) -> None:
+def check_batches(trainer: L.Trainer, data: Any) -> None:
     """Refuse an epoch without batches, and an accumulation that no epoch completes.
 
     Lightning steps at the end of an epoch even if the accumulation is incomplete
@@ -108,6 +124,7 @@ def check_batches(trainer: L.Trainer, data: Any, config: dict[str, Any]) -> None
     batch than asked for.
     """
     data.setup("fit")
+    accumulated = trainer.accumulate_grad_batches
     ranks = trainer.world_size
     batches = data.train_batches(ranks)
     if batches == 0:
@@ -117,11 +134,17 @@ def check_batches(trainer: L.Trainer, data: Any, config: dict[str, Any]) -> None
         )
     limit = trainer.limit_train_batches
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
-    if trainer.accumulate_grad_batches > batches:
+    if accumulated > batches:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: an epoch has only {batches} batches "
+            f"trainer.accumulate_grad_batches={accumulated}: an epoch has only {batches} batches "
             f"on each of {ranks} process(es), and Lightning steps at its end. Choose at most {batches}, or a smaller "
             f"data.batch_size (now {data.batch_size})."
+        )
+    if trainer.is_global_zero:
+        total = data.batch_size * ranks * accumulated
+        print(
+            f"{total} images per step = {data.batch_size} per batch x {ranks} process(es) x {accumulated} accumulated; "
+            f"{batches} batches per epoch"
         )
 
 
@@ -137,10 +160,10 @@ def check_launch(trainer: L.Trainer) -> None:
         )
 
 
-def check_policy(trainer: L.Trainer, module: DiffusionModule) -> None:
-    """Refuse a precision policy that names layers the network does not have, before processes are started."""
+def policy_plan(trainer: L.Trainer, module: DiffusionModule) -> PrecisionPlan:
+    """Which layer computes in which dtype; refuses layers that the network does not have before processes start."""
     try:
-        trainer.precision_plugin.policy.resolve(module)  # type: ignore[attr-defined]
+        return trainer.precision_plugin.policy.resolve(module)  # type: ignore[attr-defined]
     except ValueError as error:
         raise ConfigError(f"precision.policy: {error}") from error
 
@@ -148,22 +171,25 @@ def check_policy(trainer: L.Trainer, module: DiffusionModule) -> None:
 def report(trainer: L.Trainer, output_dir: Path) -> None:
     """Say what came out and where to look."""
     loss = trainer.callback_metrics.get("val/loss")
+    why_not = "nothing was left to train, raise trainer.max_steps" if trainer.fit_loop.done else "no validation ran"
     grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
     print(f"steps            {trainer.global_step}")
-    print(f"validation loss  {'not measured' if loss is None else f'{float(loss):.4f}'}")
+    print(f"validation loss  {f'not measured: {why_not}' if loss is None else f'{float(loss):.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
     print(f"curves           tensorboard --logdir {output_dir}")
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="train")
 def main(cfg: DictConfig) -> None:
     """One job: what Hydra calls once, or once per job of a sweep."""
     output_dir = Path(HydraConfig.get().runtime.output_dir)
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message)
     try:
         trainer = train(plain(cfg), output_dir)
     except (ConfigError, MisconfigurationException) as error:
         fail(error)
-    if trainer.is_global_zero:
+    if trainer.is_global_zero and not cfg.dry_run:
         report(trainer, output_dir)
 
 
