@@ -224,15 +224,16 @@ class PrecisionMonitor(Callback):
             return
         values = {
             "loss_scale": self._scale_used,
-            "skipped": float(plugin.step_was_skipped),
-            "skipped_total": plugin.scaler.skipped_steps.float(),
-            "consecutive_skips": plugin.scaler.consecutive_skips.float(),
-            "real_steps": plugin.scaler.real_steps.float(),
+            "skipped": plugin.step_was_skipped,
+            "skipped_total": plugin.skipped_steps,
+            "consecutive_skips": plugin.consecutive_skips,
+            "real_steps": plugin.real_steps,
             "grad_norm": self._grad_norm,
         }
-        for name, value in values.items():
-            if value is not None:
-                pl_module.log(f"mixprec/{name}", value)
+        # Straight to the loggers: `self.log` would repeat the last norm for a step that has none.
+        metrics = {f"mixprec/{name}": float(value) for name, value in values.items() if value is not None}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _plugin(pl_module: LightningModule) -> MasterWeightPrecision | None:

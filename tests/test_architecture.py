@@ -1,0 +1,34 @@
+"""Who may import whom (the layout is the architecture)."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TORCH_ONLY = {"policy", "scaler", "master", "layers"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def test_torch_only_modules_know_neither_lightning_nor_each_other():
+    for name in TORCH_ONLY:
+        for module in imports(ROOT / "lightning_mixprec" / f"{name}.py"):
+            assert module.split(".")[0] not in {"lightning", "lightning_mixprec", "hydra", "omegaconf", "recipes"}
+
+
+def test_nothing_in_the_package_imports_hydra_or_recipes():
+    for path in (ROOT / "lightning_mixprec").glob("*.py"):
+        assert not {module.split(".")[0] for module in imports(path)} & {"hydra", "omegaconf", "recipes"}
+
+
+def test_no_catch_all_modules():
+    names = {path.stem for folder in ("lightning_mixprec", "recipes") for path in (ROOT / folder).glob("*.py")}
+    assert not names & {"utils", "common", "helpers", "misc"}

@@ -1,0 +1,174 @@
+"""Averages of master weights and what the monitor logs, against hand-computed values."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, snapshot
+from torch import nn
+
+from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision, PrecisionMonitor
+
+PRECISIONS = ["fp32", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_average_moves_where_a_half_average_would_not(precision):
+    """T57: 1000 updates from 1.0 towards weights of 1.1 at decay 0.999 give 1.06323."""
+
+    class Constant(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.net.weight)
+
+        def on_train_start(self):
+            self.net.load_state_dict({"weight": torch.tensor([[1.1]])})
+
+        def training_step(self, batch, _):
+            return self.net(batch).float().sum() * 0
+
+    ema = MasterWeightAveraging(decay=0.999)
+    trainer = make_trainer(MasterWeightPrecision(precision), callbacks=ema)
+    trainer.fit(Constant(), loader([torch.ones(1, 1)] * 1000))
+    average = ema.averages["net.weight"]
+    assert average.dtype == torch.float32
+    assert abs(average.item() - 1.06323) < 1e-4
+    assert ema.n_averaged == 1000
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("avg_fn", [None, lambda average, weight, n: average + (weight - average) / (n + 1)])
+def test_average_follows_the_masters_on_real_steps_only(precision, avg_fn):
+    """T58: two of six batches overflow, so four updates."""
+    weights = []
+
+    class Masters(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            weights.append(snapshot(pl_module))
+
+    ema = MasterWeightAveraging(decay=0.9, avg_fn=avg_fn)
+    module = make_module(bad={0, 3})
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    make_trainer(MasterWeightPrecision(precision), callbacks=[ema, Masters()]).fit(module, loader(make_batches(6)))
+    for n, index in enumerate((1, 2, 4, 5)):
+        for name, value in weights[index].items():
+            new = expected[name].lerp(value, 0.1) if avg_fn is None else avg_fn(expected[name], value, n)
+            expected[name] = new
+    assert ema.n_averaged == 4
+    assert_same(ema.averages, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("saver_first", [False, True])
+def test_validation_uses_the_average_and_checkpoints_label_both_right(precision, saver_first, tmp_path):
+    """T60: also when a callback saves while the average is in place."""
+    ema = MasterWeightAveraging(decay=0.5)
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.raw, self.averaged = snapshot(pl_module), {k: v.clone() for k, v in ema.averages.items()}
+
+        def on_validation_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    class Validates(TinyModule):
+        def validation_step(self, batch, _):
+            self.used = snapshot(self)
+
+    torch.manual_seed(0)
+    module, saves = Validates(), Saves()
+    callbacks = [saves, ema] if saver_first else [ema, saves]
+    # In either order the average is updated before `saves` looks: Lightning calls it first if it comes first.
+    trainer = make_trainer(MasterWeightPrecision(precision), callbacks=callbacks, num_sanity_val_steps=0)
+    trainer.fit(module, loader(make_batches(4)), loader(make_batches(1)))
+    checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)
+    assert_same(checkpoint["state_dict"], saves.raw)
+    assert_same(checkpoint["averaged_state_dict"], ema.averages)
+    assert_same(module.used, ema.averages)
+    assert_same(snapshot(module), saves.raw)
+
+
+def test_interrupted_validation_puts_the_weights_back():
+    class Fails(TinyModule):
+        def validation_step(self, batch, _):
+            raise RuntimeError("on purpose")
+
+        def on_train_batch_end(self, *_):
+            self.raw = snapshot(self)
+
+    torch.manual_seed(0)
+    module = Fails()
+    trainer = make_trainer(MasterWeightPrecision("bf16"), callbacks=MasterWeightAveraging(0.5), num_sanity_val_steps=0)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(module, loader(make_batches(2)), loader(make_batches(1)))
+    assert_same(snapshot(module), module.raw)
+
+
+def test_frozen_parameters_and_integer_buffers_have_no_average():
+    """T61, T99."""
+
+    class Mixed(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net.conv_in.requires_grad_(False)
+            self.register_buffer("steps", torch.tensor(3))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    ema = MasterWeightAveraging(0.9)
+    make_trainer(MasterWeightPrecision("bf16"), callbacks=ema).fit(Mixed(), loader(make_batches(3)))
+    assert "net.conv_in.weight" not in ema.averages
+    assert "steps" not in ema.averages
+    assert ema.n_averaged == 3
+
+
+def test_average_can_be_put_in_place_for_a_while():
+    ema = MasterWeightAveraging(0.5)
+    module = make_module()
+    make_trainer(MasterWeightPrecision("bf16"), callbacks=ema).fit(module, loader(make_batches(3)))
+    raw, averages = snapshot(module), {k: v.clone() for k, v in ema.averages.items()}
+    with ema.averaged_weights(module):
+        assert_same(snapshot(module), averages)
+    assert_same(snapshot(module), raw)
+    assert not torch.equal(raw["net.proj.weight"], averages["net.proj.weight"])
+
+
+@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
+def test_bad_decay_is_named(decay):
+    with pytest.raises(ValueError, match=f"decay={decay}"):
+        MasterWeightAveraging(decay=decay)
+
+
+def read_events(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory)).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_monitor_logs_the_scale_used_skips_and_true_gradient_norms(tmp_path):
+    """T06, T42, T43, T81: read back from the event file."""
+    norms = []
+
+    class Norms(TinyModule):
+        def on_before_optimizer_step(self, optimizer):
+            norms.append(torch.cat([p.grad.double().flatten() for p in self.parameters()]).norm().item())
+
+    torch.manual_seed(0)
+    module = Norms(bad={1})
+    plugin = MasterWeightPrecision("fp16", scaler=DynamicLossScaler(init_scale=1024))
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    trainer = make_trainer(
+        plugin, callbacks=PrecisionMonitor(), logger=logger, log_every_n_steps=1, gradient_clip_val=0.01
+    )
+    trainer.fit(module, loader(make_batches(4)))
+    seen = read_events(tmp_path)
+    assert seen["mixprec/loss_scale"] == [1024, 1024, 512, 512]
+    assert seen["mixprec/skipped"] == [0, 1, 0, 0]
+    assert seen["mixprec/skipped_total"] == [0, 1, 1, 1]
+    assert seen["mixprec/consecutive_skips"] == [0, 1, 0, 0]
+    assert seen["mixprec/real_steps"] == [1, 1, 2, 3]
+    assert seen["mixprec/grad_norm"] == pytest.approx(norms, rel=1e-5)
+    assert len(norms) == 3

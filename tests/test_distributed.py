@@ -1,0 +1,79 @@
+"""Two processes over gloo. The file runs itself as the workers; the tests compare what they wrote."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import launch
+from reference import TinyModule, TinyNet, loader, make_batches, make_trainer, reference_train
+
+from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision
+
+PRECISIONS = ["fp32", "bf16", "fp16"]
+SCENARIOS = {"plain": (6, 0), "accumulate": (3, 0), "overflow": (2, 1)}  # real steps and skips of 6 batches a rank
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+class OverflowOnRank1(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if self.global_rank == 1 and batch_idx == 1 else loss
+
+
+def train(precision: str, scenario: str) -> dict:
+    scaler = DynamicLossScaler(init_scale=1024) if precision == "fp16" else None
+    plugin, ema = MasterWeightPrecision(precision, scaler=scaler), MasterWeightAveraging(0.9)
+    options = {"strategy": "ddp", "devices": 2, "callbacks": ema, "use_distributed_sampler": False}
+    if scenario != "plain":
+        options |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    trainer = make_trainer(plugin, **options)
+    rank = trainer.global_rank
+    torch.manual_seed(rank)  # different initial weights: DDP must make them rank 0's, low bits included
+    module = (OverflowOnRank1 if scenario == "overflow" else TinyModule)(adamw)
+    start = {name: value.clone() for name, value in module.net.state_dict().items()}
+    trainer.fit(module, loader(make_batches(12)[rank::2]))
+    counts = (plugin.loss_scale, plugin.real_steps, plugin.skipped_steps, trainer.global_step)
+    return {"start": start, "weights": module.net.state_dict(), "average": ema.averages, "counts": counts}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    launch(__file__, 2, directory)
+    return [torch.load(directory / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_agree_and_follow_the_plain_loop(precision, scenario, ranks):
+    """Accumulation, clipping and an overflow on one rank only: the same decisions and weights on both."""
+    one, two = (rank[precision, scenario] for rank in ranks)
+    assert one["counts"] == two["counts"]
+    for part in ("weights", "average"):
+        for name, value in one[part].items():
+            assert torch.equal(value, two[part][name]), name
+    assert not torch.equal(one["start"]["proj.weight"], two["start"]["proj.weight"])
+
+    scale = 1024.0 if precision == "fp16" else 1.0
+    steps, skips = SCENARIOS[scenario]
+    expected_scale = scale / 2 if skips and precision == "fp16" else scale
+    assert one["counts"] == (expected_scale, steps, skips, steps)
+
+    # One process over both ranks' batches, in windows twice as long, has the same mean gradient up to rounding.
+    net = TinyNet()
+    net.load_state_dict(one["start"])
+    accumulate, clip = (2, None) if scenario == "plain" else (4, 0.05)
+    options = {"accumulate": accumulate, "clip": clip, "scale": scale, "bad": {3} if skips else ()}
+    expected, *_ = reference_train(net, make_batches(12), precision, adamw, **options)
+    tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 2e-4}[precision]
+    for name, value in one["weights"].items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance)
+
+
+if __name__ == "__main__":
+    results = {(precision, scenario): train(precision, scenario) for precision in PRECISIONS for scenario in SCENARIOS}
+    torch.save(results, Path(sys.argv[1]) / f"rank{torch.distributed.get_rank()}.pt")

@@ -1,0 +1,148 @@
+"""What a policy means for a model."""
+
+import pytest
+import torch
+from reference import TinyNet
+from torch import nn
+
+from lightning_mixprec import PrecisionPolicy
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = TinyNet()
+        self.pos_embed = nn.Parameter(torch.zeros(4))
+
+
+def test_defaults_follow_practice():
+    plan = PrecisionPolicy("bf16").resolve(Wrapped())
+    assert dict(plan) == {
+        "": BF16,
+        "net.time_embedding": FP32,
+        "net.conv_in": BF16,
+        "net.norm": FP32,
+        "net.proj": BF16,
+        "net.conv_out": FP32,
+    }
+    assert plan.kinds["net.norm"] == "norm"
+    assert plan.kinds["net.conv_out"] == "fp32"
+
+
+def test_defaults_can_be_dropped_but_norms_stay():
+    plan = PrecisionPolicy("bf16", fp32_defaults=False).resolve(Wrapped())
+    assert plan["net.time_embedding"] == plan["net.conv_out"] == BF16
+    assert plan.kinds["net.norm"] == "norm"
+
+
+@pytest.mark.parametrize("entry", ["net.proj", "proj", "*.proj", "net.pro?", "*proj*"])
+def test_globs_on_qualified_names_may_leave_out_leading_parts(entry):
+    plan = PrecisionPolicy("bf16", fp32=[entry]).resolve(Wrapped())
+    assert plan["net.proj"] == FP32
+    assert plan["net.conv_in"] == BF16
+
+
+@pytest.mark.parametrize("entry", [nn.Conv2d, "Conv2d", "Conv*", "_ConvNd"])
+def test_types_and_class_names(entry):
+    plan = PrecisionPolicy("bf16", fp32=[entry]).resolve(Wrapped())
+    assert plan["net.conv_in"] == FP32
+    assert plan["net.proj"] == BF16
+
+
+def test_a_container_covers_what_lies_below_it():
+    plan = PrecisionPolicy("fp16", fp32=["net"]).resolve(Wrapped())
+    assert set(plan.parameters.values()) == {FP32, torch.float16}
+    assert plan.parameters["pos_embed"] == torch.float16
+    assert plan.kinds["net.norm"] == "fp32"
+
+
+def test_explicit_norm_entry_makes_its_activations_fp32_too():
+    assert PrecisionPolicy("fp16", fp32=[nn.GroupNorm]).resolve(TinyNet()).kinds["norm"] == "fp32"
+
+
+def test_parameters_can_be_named():
+    plan = PrecisionPolicy("bf16", fp32=["pos_embed"]).resolve(Wrapped())
+    assert plan.parameters["pos_embed"] == FP32
+    assert plan.parameters["net.proj.weight"] == BF16
+
+
+def test_shared_parameters_are_fp32_if_one_owner_is():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    plan = PrecisionPolicy("bf16", fp32=["head"]).resolve(model)
+    assert plan.parameters == {"embed.weight": FP32, "head.weight": FP32}
+    assert "shared" in str(plan)
+
+
+def test_output_names_inside_numbered_blocks_are_not_the_output():
+    blocks = nn.ModuleList([nn.ModuleDict({"proj_out": nn.Linear(2, 2)})])
+    model = nn.ModuleDict({"blocks": blocks, "proj_out": nn.Linear(2, 2)})
+    plan = PrecisionPolicy("bf16").resolve(model)
+    assert plan["blocks.0.proj_out"] == BF16
+    assert plan["proj_out"] == FP32
+
+
+def test_foreign_norms_are_recognised_but_not_parametrizations():
+    class MyRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+    model = nn.Sequential(MyRMSNorm(), nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
+    kinds = PrecisionPolicy("bf16").resolve(model).kinds
+    assert kinds["0"] == "norm"
+    assert "norm" not in {kind for name, kind in kinds.items() if name.startswith("1")}
+
+
+def test_the_table_shows_layer_dtype_reason_and_parameters():
+    lines = str(PrecisionPolicy("bf16", fp32=["proj"]).resolve(TinyNet())).splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert rows["proj"].split(maxsplit=4)[1:] == ["Linear", "float32", "72", "fp32 entry 'proj'"]
+    assert rows["norm"].endswith("default: normalisation")
+    assert rows["conv_out"].endswith("default: output layer")
+
+
+@pytest.mark.parametrize(
+    ("entry", "near"),
+    [
+        ("time_embeding", "time_embedding"),
+        ("GroupNrm", "GroupNorm"),
+        ("net.prj", "net.proj"),
+        ("time_embeding.*", "time_"),
+    ],
+)
+def test_an_entry_that_matches_nothing_shows_near_misses(entry, near):
+    with pytest.raises(ValueError, match=rf"(?s){entry[:8]}.*Did you mean.*{near}"):
+        PrecisionPolicy("bf16", fp32=[entry]).resolve(Wrapped())
+
+
+def test_a_type_that_matches_nothing_lists_the_types():
+    with pytest.raises(ValueError, match=r"LSTM.*Conv2d.*GroupNorm.*Linear"):
+        PrecisionPolicy("bf16", fp32=[nn.LSTM]).resolve(TinyNet())
+
+
+@pytest.mark.parametrize("fp32", ["GroupNorm", nn.GroupNorm, [3], [""], [None], 5])
+def test_entries_of_the_wrong_form_are_refused(fp32):
+    with pytest.raises(ValueError, match="fp32"):
+        PrecisionPolicy("bf16", fp32=fp32)
+
+
+def test_unknown_compute_suggests():
+    with pytest.raises(ValueError, match=r"'bf16-mixed'.*'fp32', 'bf16', 'fp16'.*Did you mean 'bf16'"):
+        PrecisionPolicy("bf16-mixed")
+
+
+def test_double_and_complex_parameters_are_refused_by_name_unless_kept():
+    """Ruling 10."""
+    model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"'0.weight'.*float64.*fp32=\['0.weight'\]"):
+        PrecisionPolicy("bf16").resolve(model)
+    assert PrecisionPolicy("bf16", fp32=["0"]).resolve(model).parameters["0.weight"] == torch.float64
+
+
+def test_fp32_policy_leaves_everything_alone():
+    plan = PrecisionPolicy("fp32").resolve(TinyNet())
+    assert set(plan.kinds.values()) == {"compute"}
+    assert set(plan.values()) == {FP32}

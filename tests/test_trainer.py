@@ -1,0 +1,721 @@
+"""The plugin under Lightning's Trainer, against the plain reference."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from reference import (
+    HALF,
+    TinyModule,
+    assert_same,
+    loader,
+    make_batches,
+    make_module,
+    make_trainer,
+    reference_train,
+    snapshot,
+)
+from torch import nn
+
+from lightning_mixprec import (
+    DynamicLossScaler,
+    MasterWeightAveraging,
+    MasterWeightPrecision,
+    NonFiniteGradientsError,
+    PrecisionPolicy,
+)
+
+HALVES = ["bf16", "fp16"]
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+class Probe(L.Callback):
+    """Calls a function with (trainer, module) after every training batch and keeps what it returns."""
+
+    def __init__(self, look):
+        self.look, self.seen = look, []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.seen.append(self.look(trainer, pl_module))
+
+
+def fit(plugin, module, batches, **kwargs):
+    trainer = make_trainer(plugin, **kwargs)
+    trainer.fit(module, loader(batches))
+    return trainer
+
+
+# Values: what reaches the weights
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_all_fp32_policy_equals_no_plugin_bit_for_bit(clip):
+    batches = make_batches(20)
+    ours, stock = make_module(OPTIMIZERS["adamw"]), make_module(OPTIMIZERS["adamw"])
+    fit(MasterWeightPrecision("fp32"), ours, batches, gradient_clip_val=clip)
+    fit(None, stock, batches, gradient_clip_val=clip)
+    assert_same(snapshot(ours), snapshot(stock))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", HALVES)
+def test_follows_the_plain_loop_bit_for_bit(precision, optimizer):
+    scaler = DynamicLossScaler(init_scale=1024) if precision == "fp16" else None
+    scale = 1024.0 if precision == "fp16" else 1.0
+    batches, module = make_batches(20), make_module(OPTIMIZERS[optimizer])
+    expected, *_ = reference_train(module.net, batches, precision, OPTIMIZERS[optimizer], scale=scale)
+    fit(MasterWeightPrecision(precision, scaler=scaler), module, batches)
+    assert_same(snapshot(module.net), expected)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("bad", [(), (1,), (4, 7), (8,)])
+def test_accumulation_clipping_and_overflow_follow_the_plain_loop(precision, bad):
+    """Ten batches in windows of 4, 4 and 2; a bad micro-batch costs its whole window, once."""
+    scale = 512.0 if precision == "fp16" else 1.0
+    scaler = DynamicLossScaler(init_scale=512) if precision == "fp16" else None
+    batches, module = make_batches(10), make_module(OPTIMIZERS["adamw"], bad=bad)
+    expected, _, expected_scale, steps = reference_train(
+        module.net, batches, precision, OPTIMIZERS["adamw"], accumulate=4, clip=0.05, scale=scale, bad=bad
+    )
+    plugin = MasterWeightPrecision(precision, scaler=scaler)
+    trainer = fit(plugin, module, batches, accumulate_grad_batches=4, gradient_clip_val=0.05)
+    assert_same(snapshot(module.net), expected)
+    assert plugin.real_steps == trainer.global_step == steps
+    assert plugin.loss_scale == (expected_scale if precision == "fp16" else 1.0)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_master_weights_keep_small_updates(precision):
+    """T11: w=1, grad=1, lr=1e-4, 100 SGD steps: 0.99, where 16-bit weights stay at exactly 1."""
+
+    class One(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.layer.weight)
+
+        def training_step(self, batch, _):
+            return self.layer(batch).float().sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    module = One()
+    half = Probe(lambda _, m: m.layer.weight.detach().clone())
+    fit(MasterWeightPrecision(precision), module, [torch.ones(1, 1)] * 100, callbacks=half)
+    assert abs(module.layer.weight.item() - 0.99) < 1e-5
+    assert half.seen[-1].dtype == HALF[precision]
+    assert torch.equal(half.seen[-1], module.layer.weight.to(HALF[precision]))
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_fused_with_clipping_equals_unfused(precision):
+    """T41: stock refuses clipping with a fused optimizer."""
+    weights = []
+    for fused in (False, True):
+        module = make_module(lambda params, fused=fused: torch.optim.AdamW(params, lr=0.01, fused=fused))
+        fit(MasterWeightPrecision(precision), module, make_batches(3), gradient_clip_val=1.0)
+        weights.append(snapshot(module))
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_micro_batches_accumulate_in_fp32(precision):
+    """T34: 1024 micro-batches of gradient 1/1024 sum to 1; in bf16 they would stop at 0.25."""
+
+    class Sum(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1, bias=False)
+
+        def training_step(self, batch, _):
+            return self.net(batch).float().sum()
+
+        def on_before_optimizer_step(self, optimizer):
+            self.grad = self.net.weight.grad.item()
+
+    module = Sum()
+    plugin = MasterWeightPrecision(precision, scaler=DynamicLossScaler.static(128.0))
+    fit(plugin, module, [torch.ones(1, 1)] * 1024, accumulate_grad_batches=1024)
+    assert abs(module.grad - 1.0) < 1e-3
+
+
+def test_zero_gradient_with_adam_stays_finite():
+    """T18: eps 1e-8 is zero in fp16, and 0/0 is NaN, unless optimizer state is fp32."""
+
+    class Zero(TinyModule):
+        def training_step(self, batch, _):
+            return self.net(*batch[:2]).float().sum() * 0
+
+    module = make_module()
+    module.__class__ = Zero
+    module.make_optimizer = OPTIMIZERS["adamw"]
+    trainer = fit(MasterWeightPrecision("fp16"), module, make_batches(1))
+    assert all(torch.isfinite(value).all() for value in module.state_dict().values())
+    for state in trainer.optimizers[0].state.values():
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+# Skipped steps
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_overflow_leaves_no_trace(precision):
+    """T06, T53, T58: weights, masters, Adam state, schedule, EMA and global_step are as before the bad batch."""
+
+    def look(trainer, module):
+        plugin = trainer.precision_plugin
+        state = trainer.optimizers[0].state_dict()["state"]
+        moments = {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()}
+        counters = (trainer.global_step, trainer.lr_scheduler_configs[0].scheduler.last_epoch, ema.n_averaged)
+        return snapshot(module), moments, plugin.loss_scale, plugin.step_was_skipped, counters
+
+    ema = MasterWeightAveraging(0.9)
+    probe = Probe(look)
+    module = make_module(
+        OPTIMIZERS["adamw"], bad={2}, schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k))
+    )
+    plugin = MasterWeightPrecision(precision)
+    before_scale = plugin.loss_scale
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*|.*overridden.*")
+        fit(plugin, module, make_batches(4), callbacks=[ema, probe])
+    (w1, m1, s1, _, c1), (w2, m2, s2, skipped, c2) = probe.seen[1:3]
+    assert_same(w1, w2)
+    assert_same(m1, m2)
+    assert c1 == c2 == (2, 2, 2)
+    assert s1 == before_scale
+    assert s2 == (before_scale / 2 if precision == "fp16" else 1.0)
+    assert [seen[3] for seen in probe.seen] == [False, False, True, False]
+    assert skipped
+    assert (plugin.skipped_steps, plugin.real_steps, plugin.consecutive_skips) == (1, 3, 0)
+
+
+def test_schedule_follows_real_steps():
+    """T53, T55: the learning rates that real steps used are the schedule's first ones."""
+    rates = []
+
+    class Rates(TinyModule):
+        def on_before_optimizer_step(self, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    torch.manual_seed(0)
+    schedule = lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k))  # noqa: E731
+    module = Rates(bad={0, 1}, schedule=schedule)
+    trainer = fit(MasterWeightPrecision("fp16"), module, make_batches(4))
+    assert rates == [0.1, 0.05]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_max_steps_means_real_steps():
+    module, plugin = make_module(bad={0, 1}), MasterWeightPrecision("fp16")
+    trainer = fit(plugin, module, make_batches(10), max_steps=3, max_epochs=-1)
+    assert (trainer.global_step, plugin.real_steps, plugin.skipped_steps) == (3, 3, 2)
+
+
+def test_step_checkpoints_only_for_steps_that_happened(tmp_path):
+    """T32: no file for a step that was skipped."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    fit(
+        MasterWeightPrecision("fp16"),
+        make_module(bad={0, 1, 2, 3}),
+        make_batches(4),
+        callbacks=saver,
+        enable_checkpointing=True,
+    )
+    assert list(tmp_path.glob("*step=[1-9]*.ckpt")) == []
+
+
+def test_hooks_do_not_run_on_a_skipped_step_and_see_true_gradients_otherwise():
+    """T42, T43: `on_before_optimizer_step` has unscaled fp32 gradients; `on_after_backward` has them as made."""
+    after, before = [], []
+
+    class Hooks(TinyModule):
+        def on_after_backward(self):
+            after.append(self.net.proj.weight.grad.clone())
+
+        def on_before_optimizer_step(self, optimizer):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            assert all(a is b for a, b in zip(params, self.parameters(), strict=True))
+            assert {param.grad.dtype for param in params} == {torch.float32}
+            before.append(self.net.proj.weight.grad.clone())
+
+    torch.manual_seed(0)
+    module = Hooks(bad={1})
+    fit(MasterWeightPrecision("fp16", scaler=DynamicLossScaler(init_scale=1024)), module, make_batches(3))
+    assert len(after) == 3
+    assert len(before) == 2
+    assert after[0].dtype == torch.float16
+    assert torch.equal(after[0].float() / 1024, before[0])
+
+
+def test_infinity_written_by_a_hook_counts():
+    """Section 4: an inf that user code writes after backward is not stepped on."""
+
+    class Writes(TinyModule):
+        def on_before_optimizer_step(self, optimizer):
+            self.net.proj.weight.grad[0, 0] = math.inf
+
+    torch.manual_seed(0)
+    module, plugin = Writes(), MasterWeightPrecision("bf16")
+    before = snapshot(module)
+    fit(plugin, module, make_batches(2))
+    assert_same(before, snapshot(module))
+    assert plugin.skipped_steps == 2
+
+
+def test_infinity_hidden_by_a_hook_counts():
+    """Finiteness is noted before user hooks can hide it."""
+
+    class Hides(TinyModule):
+        def on_after_backward(self):
+            for param in self.parameters():
+                param.grad.nan_to_num_(0, 0, 0)
+
+    torch.manual_seed(0)
+    module, plugin = Hides(bad={0, 1}), MasterWeightPrecision("bf16")
+    before = snapshot(module)
+    fit(plugin, module, make_batches(2))
+    assert_same(before, snapshot(module))
+    assert plugin.skipped_steps == 2
+
+
+def test_training_stops_when_skipping_does_not_help():
+    """T02: 60 NaN batches must not end well, and must not touch the weights."""
+    module = make_module(bad=range(60))
+    before = snapshot(module)
+    plugin = MasterWeightPrecision("fp16", scaler=DynamicLossScaler(max_consecutive_skips=7))
+    with pytest.raises(NonFiniteGradientsError, match=r"7 training batches.*batch 6 of epoch 0.*net\.") as error:
+        fit(plugin, module, make_batches(60))
+    assert "The loss was not finite" in str(error.value)
+    assert_same(before, snapshot(module))
+
+
+def test_training_step_that_returns_none_neither_steps_nor_skips():
+    class Sometimes(TinyModule):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    module, plugin = Sometimes(), MasterWeightPrecision("bf16")
+    trainer = fit(plugin, module, make_batches(3))
+    assert (plugin.real_steps, plugin.skipped_steps, trainer.global_step) == (2, 0, 2)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("precision", ["fp32", *HALVES])
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(precision, tmp_path):
+    """T13, T25: weights, masters, Adam moments, scale and EMA."""
+
+    def run(directory, ckpt_path=None, max_epochs=2):
+        module = make_module(OPTIMIZERS["adamw"], bad={1}, seed=int(ckpt_path is not None))
+        plugin, ema = MasterWeightPrecision(precision), MasterWeightAveraging(0.9)
+        saver = ModelCheckpoint(directory, filename="last", save_on_train_epoch_end=True)
+        trainer = make_trainer(plugin, callbacks=[ema, saver], max_epochs=max_epochs, enable_checkpointing=True)
+        trainer.fit(module, loader(make_batches(5)), ckpt_path=ckpt_path)
+        return torch.load(tmp_path / directory.name / "last.ckpt", weights_only=True), module
+
+    straight, module = run(tmp_path / "straight")
+    run(tmp_path / "first", max_epochs=1)
+    resumed, other = run(tmp_path / "second", ckpt_path=tmp_path / "first" / "last.ckpt")
+    assert_same(straight["state_dict"], resumed["state_dict"])
+    assert_same(straight["averaged_state_dict"], resumed["averaged_state_dict"])
+    assert_same(snapshot(module), snapshot(other))
+    for index, state in straight["optimizer_states"][0]["state"].items():
+        assert_same(state, resumed["optimizer_states"][0]["state"][index])
+    assert straight["MasterWeightPrecision"] == resumed["MasterWeightPrecision"]
+    assert straight["MasterWeightPrecision"]["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_checkpoint_is_fp32_under_plain_names_and_fits_a_plain_model(weights_only, tmp_path):
+    """T24: during fit, for full and weights-only saves."""
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            trainer.save_checkpoint(tmp_path / "mid.ckpt", weights_only=weights_only)
+
+    module = make_module(OPTIMIZERS["adamw"])
+    fit(MasterWeightPrecision("bf16"), module, make_batches(3), callbacks=Saves())
+    state = torch.load(tmp_path / "mid.ckpt", weights_only=True)["state_dict"]
+    plain = make_module(seed=1)
+    assert list(state) == list(plain.state_dict())
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert not torch.equal(state["net.proj.weight"], state["net.proj.weight"].bfloat16().float())
+    plain.load_state_dict(state, strict=True)
+    assert_same(snapshot(plain), snapshot(module))
+
+
+def test_stock_gradscaler_state_is_taken_over(tmp_path):
+    """T25: a stock 16-mixed checkpoint brings its scale."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    stock = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**15))
+    saver = ModelCheckpoint(tmp_path, filename="stock", save_on_train_epoch_end=True)
+    fit(stock, make_module(bad={0}), make_batches(2), callbacks=saver, enable_checkpointing=True)
+    seen = Probe(lambda trainer, _: trainer.precision_plugin.loss_scale)
+    plugin = MasterWeightPrecision("fp16")
+    trainer = make_trainer(plugin, max_epochs=2, callbacks=seen)
+    trainer.fit(make_module(), loader(make_batches(2)), ckpt_path=tmp_path / "stock.ckpt")
+    assert seen.seen == [2.0**14, 2.0**14]
+
+
+# The module, during and after fit
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_module_is_as_found_after_fit(precision):
+    """T19: fp32, own classes, no hooks; a fit in stock fp32 goes on from there."""
+    module = make_module()
+    classes = [type(each) for each in module.modules()]
+    fit(MasterWeightPrecision(precision), module, make_batches(2))
+    assert [type(each) for each in module.modules()] == classes
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+    assert {param.grad_dtype for param in module.parameters()} == {torch.float32}
+    for each in module.modules():
+        assert not each._state_dict_hooks
+        assert not each._load_state_dict_pre_hooks
+        assert "_mixprec" not in each.__dict__
+    before = snapshot(module)
+    fit(None, module, make_batches(2))
+    assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_module_is_fp32_after_an_exception(error):
+    class Fails(TinyModule):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise error("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    module = Fails(OPTIMIZERS["adamw"])
+    expected, *_ = reference_train(module.net, make_batches(2), "bf16", OPTIMIZERS["adamw"])
+    with pytest.raises((error, SystemExit)):
+        fit(MasterWeightPrecision("bf16"), module, make_batches(4))
+    assert type(module) is Fails
+    assert_same(snapshot(module.net), expected)
+
+
+def test_module_given_in_half_trains_with_masters():
+    """T07: fp16 weights of a pretrained loader get fp32 masters."""
+    module, reference = make_module(), make_module()
+    module.net.half()
+    fit(MasterWeightPrecision("fp16"), module, make_batches(5))
+    fit(None, reference, make_batches(5))
+    for name, value in snapshot(module).items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", *HALVES])
+def test_calls_from_hooks_equal_calls_from_steps(precision):
+    """T100, T21: the network and the LightningModule, called from a callback, compute as in `validation_step`."""
+    batch = make_batches(1)[0]
+
+    class Outputs(TinyModule):
+        def forward(self, x, t):
+            return self.net(x, t) * 2
+
+        def validation_step(self, batch, _):
+            self.inside = (self.net(*batch[:2]), self(*batch[:2]))
+
+    class Calls(L.Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            assert not torch.is_autocast_enabled("cpu")
+            self.outside = (pl_module.net(*batch[:2]), pl_module(*batch[:2]))
+            with trainer.precision_plugin.inference_context():
+                self.context = pl_module.net(*batch[:2])
+
+    torch.manual_seed(0)
+    module, calls = Outputs(), Calls()
+    trainer = make_trainer(MasterWeightPrecision(precision), callbacks=calls)
+    trainer.fit(module, loader([batch]), loader([batch]))
+    for inside, outside in zip(module.inside, calls.outside, strict=True):
+        assert inside.dtype == outside.dtype
+        assert torch.equal(inside, outside)
+    assert torch.equal(calls.context, module.inside[0])
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_batch_and_buffers_are_not_cast(precision):
+    """T86, T94: 999 stays 999, float64 stays float64, schedule buffers stay bit for bit."""
+    batch = {
+        "t": torch.tensor([999.0]),
+        "d": torch.tensor([0.123456789], dtype=torch.float64),
+        "ids": torch.tensor([1, 2]),
+        "img": torch.zeros(1, dtype=torch.uint8),
+    }
+    seen = {}
+
+    class Keeps(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("acp", torch.linspace(0.9999, 0.0047, 1000))
+            self.register_buffer("acp64", torch.linspace(0.9999, 0.0047, 1000, dtype=torch.float64))
+            self.register_buffer("steps", torch.tensor(0))
+
+        def training_step(self, batch, _):
+            seen.update(batch)
+            assert self.acp.dtype == torch.float32
+            assert self.acp64.dtype == torch.float64
+            return self.net(torch.zeros(1, 1, 4, 4), torch.zeros(1, 4)).float().sum()
+
+    module = Keeps()
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    fit(MasterWeightPrecision(precision), module, [batch])
+    assert_same(seen, batch)
+    assert_same(dict(module.named_buffers()), buffers)
+
+
+def test_backward_and_hooks_run_outside_autocast():
+    states = []
+
+    class Watches(TinyModule):
+        def on_after_backward(self):
+            states.append(torch.is_autocast_enabled("cpu"))
+
+        def on_before_optimizer_step(self, optimizer):
+            states.append(torch.is_autocast_enabled("cpu"))
+
+        def backward(self, loss):
+            states.append(torch.is_autocast_enabled("cpu"))
+            super().backward(loss)
+
+    fit(MasterWeightPrecision("bf16"), Watches(), make_batches(1))
+    assert states == [False] * 3
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_weights_edited_from_outside_are_adopted_and_the_rest_keeps_its_bits():
+    """Section 3: `p.data.clamp_`, `copy_` and `load_state_dict` in hooks reach the masters."""
+    seen = {}
+
+    class Edits(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            layer = pl_module.net.proj
+            if batch_idx == 1:
+                seen["before"] = pl_module.state_dict()["net.proj.weight"].clone()
+                layer.weight.data[0].fill_(0.5)
+                seen["after"] = pl_module.net.state_dict()["proj.weight"].clone()
+            if batch_idx == 2:
+                layer.load_state_dict({"weight": torch.full((8, 8), 0.1), "bias": torch.full((8,), 0.1)})
+                seen["loaded"] = layer.state_dict()["weight"].clone()
+
+    module = make_module()
+    fit(MasterWeightPrecision("bf16"), module, make_batches(3), callbacks=Edits())
+    assert torch.equal(seen["after"][0], torch.full((8,), 0.5))
+    assert torch.equal(seen["after"][1:], seen["before"][1:])
+    assert torch.equal(seen["loaded"], torch.full((8, 8), 0.1))  # all fp32 bits of 0.1
+
+
+def test_parameter_without_gradient_does_not_move():
+    """T17: no weight decay, no stale momentum."""
+
+    class Branches(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            loss = self.net(batch).float().pow(2).mean()
+            return loss + self.other(batch).float().pow(2).mean() if batch_idx == 0 else loss
+
+        def on_train_batch_end(self, *_):
+            self.seen.append(self.state_dict()["other.weight"].clone())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+
+    module = Branches()
+    before = module.other.weight.detach().clone()
+    fit(MasterWeightPrecision("bf16"), module, [torch.ones(2, 4)] * 3)
+    assert not torch.equal(module.seen[0], before)
+    assert torch.equal(module.seen[0], module.seen[1])
+    assert torch.equal(module.seen[1], module.seen[2])
+
+
+def test_layers_unfrozen_during_training_train():
+    """T16: Lightning's BaseFinetuning adds a parameter group in mid-training."""
+
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.net.proj)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net.proj, optimizer, lr=0.1)
+
+    class Trainable(TinyModule):
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+        def on_train_epoch_end(self):
+            self.seen = [*getattr(self, "seen", []), snapshot(self.net.proj)]
+
+    torch.manual_seed(0)
+    module = Trainable()
+    start = snapshot(module.net.proj)
+    trainer = make_trainer(MasterWeightPrecision("bf16"), max_epochs=2, callbacks=Unfreeze())
+    trainer.fit(module, loader(make_batches(2)))
+    assert_same(module.seen[0], start)
+    assert not torch.equal(module.seen[1]["weight"], start["weight"])
+    assert module.seen[1]["weight"].dtype == torch.float32
+
+
+def test_frozen_parameters_are_bit_for_bit_as_given():
+    """Ruling 3, T99: no master, the dtype given, before, during and after."""
+    module = make_module()
+    module.net.conv_in.requires_grad_(False)
+    module.net.norm.half().requires_grad_(False)
+    module.make_optimizer = lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1)
+    before = snapshot(module)
+    mid = Probe(lambda _, m: snapshot(m))
+    plugin = MasterWeightPrecision("bf16")
+    counts = Probe(lambda trainer, _: len(trainer.precision_plugin.master_weights))
+    fit(plugin, module, make_batches(2), callbacks=[mid, counts])
+    assert counts.seen[0] == 2  # proj.weight and proj.bias
+    for state in (mid.seen[-1], snapshot(module)):
+        for name in ("net.conv_in.weight", "net.norm.weight", "net.norm.bias"):
+            assert state[name].dtype == before[name].dtype
+            assert torch.equal(state[name], before[name])
+
+
+def test_tied_parameters_have_one_master():
+    """One parameter, one master, tied after steps, save and load."""
+
+    class Tied(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+            self.net[1].weight = self.net[0].weight
+
+        def training_step(self, batch, _):
+            return F.cross_entropy(self.net(batch).float(), batch)
+
+    module = Tied()
+    count = Probe(lambda trainer, _: len(trainer.precision_plugin.master_weights))
+    fit(MasterWeightPrecision("bf16"), module, [torch.arange(5)] * 2, callbacks=count)
+    assert count.seen == [1, 1]
+    assert module.net[0].weight is module.net[1].weight
+
+
+def test_module_copied_during_fit_speaks_fp32_and_computes():
+    """A deepcopy keeps dtypes, layers and its own masters; a pickle loads in place of the original."""
+    kept = {}
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                kept["copy"] = copy.deepcopy(pl_module.net)
+                kept["state"] = snapshot(pl_module.net)
+                kept["output"] = pl_module.net(*batch[:2]).detach()
+                kept["again"] = kept["copy"](*batch[:2]).detach()
+
+    fit(MasterWeightPrecision("bf16"), make_module(), make_batches(2), callbacks=Copies())
+    assert_same(snapshot(kept["copy"]), kept["state"])
+    assert torch.equal(kept["output"], kept["again"])
+
+
+def test_plugin_can_be_pickled_and_reused():
+    plugin = pickle.loads(pickle.dumps(MasterWeightPrecision(PrecisionPolicy("bf16", fp32=["net.proj"]))))
+    for _ in range(2):
+        module = make_module()
+        fit(plugin, module, make_batches(2))
+    assert plugin.plan["net.proj"] == torch.float32
+
+
+# Errors before training
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16", "fp8", "half", None])
+def test_unknown_precision_names_the_choices(precision):
+    with pytest.raises(ValueError, match=rf"{precision!r}.*'fp32', 'bf16', 'fp16'"):
+        MasterWeightPrecision(precision)
+
+
+def test_unknown_arguments_name_the_choices():
+    with pytest.raises(ValueError, match=r"masters='split3'.*'fp32'"):
+        MasterWeightPrecision("bf16", masters="split3")
+    with pytest.raises(ValueError, match=r"scaler='dynamic'.*DynamicLossScaler"):
+        MasterWeightPrecision("fp16", scaler="dynamic")
+
+
+def test_precision_and_plugin_at_once():
+    """T77."""
+    with pytest.raises(ValueError, match=r"precision=bf16-mixed.*MasterWeightPrecision.*Choose one"):
+        make_trainer(MasterWeightPrecision("bf16"), precision="bf16-mixed")
+
+
+def test_foreign_strategies_are_refused_naming_the_alternative():
+    """T63: FSDP1 at Trainer construction; others before any weight changes."""
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+    with pytest.raises(TypeError, match=r"FSDP.*MasterWeightPrecision\('bf16'.*strategy='ddp'"):
+        FSDPStrategy(precision_plugin=MasterWeightPrecision("bf16"))
+    strategy = ModelParallelStrategy()
+    module = make_module()
+    module._trainer = type("T", (), {"strategy": strategy, "training": True, "callbacks": []})()
+    with pytest.raises(MisconfigurationException, match=r"ModelParallelStrategy.*strategy='ddp'"):
+        MasterWeightPrecision("bf16").convert_module(module)
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+
+
+def test_trainer_reports_the_real_mode():
+    """T63."""
+    for precision, name in {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}.items():
+        assert make_trainer(MasterWeightPrecision(precision)).precision == name
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_lbfgs_is_refused_by_name(precision):
+    """T52: at setup, with the remedy; fp32 runs."""
+    module = make_module(lambda params: torch.optim.LBFGS(params, lr=0.1))
+    with pytest.raises(MisconfigurationException, match="LBFGS"):
+        fit(MasterWeightPrecision(precision), module, make_batches(1))
+    before = snapshot(module)
+    plugin = MasterWeightPrecision("fp32")
+    fit(plugin, module, make_batches(1))
+    assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
+
+
+def test_loops_not_supported_yet_are_refused():
+    module = make_module()
+    module.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="automatic_optimization = True"):
+        fit(MasterWeightPrecision("bf16"), module, make_batches(1))
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+
+
+def test_stock_weight_averaging_is_refused_naming_ours():
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    with pytest.raises(MisconfigurationException, match="MasterWeightAveraging"):
+        fit(MasterWeightPrecision("bf16"), make_module(), make_batches(1), callbacks=EMAWeightAveraging())
+
+
+def test_typo_in_a_policy_stops_before_training():
+    module = make_module()
+    plugin = MasterWeightPrecision(PrecisionPolicy("bf16", fp32=["time_embeding"]))
+    with pytest.raises(ValueError, match=r"'time_embeding'.*'time_embedding'|time_embedding"):
+        fit(plugin, module, make_batches(1))
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+    assert type(module) is TinyModule
