@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from lightning_mixprec import PrecisionPlan
-
 from recipes import command_line
 from recipes.callbacks import RunRecord, SampleGrid
 from recipes.config import ConfigError, build, check_targets, fail, plain
@@ -171,10 +170,10 @@ def policy_plan(trainer: L.Trainer, module: DiffusionModule) -> PrecisionPlan:
 def report(trainer: L.Trainer, output_dir: Path) -> None:
     """Say what came out and where to look."""
     loss = trainer.callback_metrics.get("val/loss")
-    why_not = "nothing was left to train, raise trainer.max_steps" if trainer.fit_loop.done else "no validation ran"
     grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
     print(f"steps            {trainer.global_step}")
-    print(f"validation loss  {f'not measured: {why_not}' if loss is None else f'{float(loss):.4f}'}")
+    unmeasured = "not measured: no validation ran (after a resume: is trainer.max_steps beyond the checkpoint's?)"
+    print(f"validation loss  {unmeasured if loss is None else f'{float(loss):.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
     print(f"curves           tensorboard --logdir {output_dir}")
 
