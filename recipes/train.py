@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_mixprec import PrecisionPlan
@@ -76,6 +77,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     check_batches(trainer, data)
     check_launch(trainer)
     plan = policy_plan(trainer, module)
+    if trainer.precision_plugin.policy.compute == "fp16" and trainer.strategy.root_device.type == "cpu":
+        rank_zero_warn("precision=fp16 on a CPU is right but about 20 times slower. For a trial add model=unet_tiny.")
     if config["dry_run"]:
         print(plan)
         return trainer
@@ -104,7 +107,7 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
             )
         path = max(found, key=lambda p: p.stat().st_mtime)
         # Processes that Lightning starts repeat the command line: they must not search again and find another file.
-        sys.argv.append(f"ckpt_path='{path}'")
+        sys.argv.append("ckpt_path='" + str(path).replace("'", r"\'") + "'")
         return str(path)
     path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
     if not path.is_file():
@@ -138,6 +141,11 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
             f"trainer.accumulate_grad_batches={accumulated}: an epoch has only {batches} batches "
             f"on each of {ranks} process(es), and Lightning steps at its end. Choose at most {batches}, or a smaller "
             f"data.batch_size (now {data.batch_size})."
+        )
+    if trainer.limit_val_batches == 0:
+        rank_zero_warn(
+            "trainer.limit_val_batches=0: without validation there is no validation loss, no sample grid and no "
+            "checkpoint. For a checkpoint per epoch write callbacks.last.save_on_train_epoch_end=true."
         )
     if trainer.is_global_zero:
         total = data.batch_size * ranks * accumulated

@@ -342,7 +342,7 @@ ERRORS = {
     "trianer.max_steps=10": ["trianer", "Did you mean 'trainer'"],
     "sead=3": ["sead", "Did you mean 'seed'"],
     "+optimizer.weight_decy=0.1": ["optimizer.weight_decy", "Did you mean 'weight_decay'", "torch.optim.AdamW"],
-    "callbacks.checkpoint.save_lst=true": ["callbacks.checkpoint.save_lst", "Did you mean 'save_last'"],
+    "callbacks.best.save_lst=true": ["callbacks.best.save_lst", "Did you mean 'save_last'"],
     "precision.policy.fp23=[GroupNorm]": ["precision.policy.fp23", "Did you mean 'fp32'"],
     "precision.policy.fp32=[time_embeding.*]": ["precision.policy", "time_embeding.*", "time_embedding"],
     "precision.scaler.init_scale=4": ["precision.scaler", "not set here"],
@@ -465,6 +465,16 @@ def test_validation_loss_is_the_exact_mean_under_averaged_weights(fp32_run: Path
     assert len(logged) == 3  # after 10 and 20 batches, and at the end
     assert logged[-1] == pytest.approx(reference_validation_loss(fp32_run), rel=1e-5)
     assert logged[-1] != pytest.approx(reference_validation_loss(fp32_run, "state_dict"), rel=1e-3)
+
+
+def test_last_checkpoint_is_the_newest_even_if_the_loss_rises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worse = ["optimizer.lr=5", "trainer.max_steps=12", "trainer.val_check_interval=3", "~callbacks.samples"]
+    assert cli(monkeypatch, *SHORT[:3], *worse, f"hydra.run.dir={tmp_path}/run") == 0
+    losses = list(scalars(tmp_path / "run", "val/loss").values())
+    assert losses[-1] > min(losses)
+    assert checkpoint(tmp_path / "run")["global_step"] == 12
+    best = [p.stem for p in (tmp_path / "run" / "checkpoints").glob("step*.ckpt")]
+    assert best == [f"step{3 * (losses.index(min(losses)) + 1):06d}"]
 
 
 def assert_same(a: Any, b: Any, path: str = "") -> None:
