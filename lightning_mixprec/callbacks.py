@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.precision import MasterWeightPrecision
 
 AverageFn = Callable[[Tensor, Tensor, int], Tensor]
@@ -64,12 +65,12 @@ class MasterWeightAveraging(WeightAveraging):
         self.averages: dict[str, Tensor] = {}
         self.n_averaged = 0
         self._real_steps = 0
-        self._swapped = False
+        self._raw: dict[str, Tensor] = {}  # the weights, while the average is in their place
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the average of an earlier fit; a checkpoint, loaded after this, may bring one."""
         if stage == "fit":
-            self.averages, self.n_averaged, self._swapped = {}, 0, False
+            self.averages, self.n_averaged, self._raw = {}, 0, {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the average at the weights, which by now are on their device and have their masters."""
@@ -116,7 +117,7 @@ class MasterWeightAveraging(WeightAveraging):
             >>> with ema.averaged_weights(L.LightningModule()):  # before a fit there is nothing to put in place
             ...     pass
         """
-        if self._swapped or not self.averages:
+        if self._raw or not self.averages:
             yield
             return
         self._swap(pl_module)
@@ -132,27 +133,29 @@ class MasterWeightAveraging(WeightAveraging):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the weights back."""
-        if self._swapped:
+        if self._raw:
             self._swap(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the weights back if validation was interrupted."""
-        if self._swapped:
+        if self._raw:
             self._swap(pl_module)
 
     @torch.no_grad()
     def _swap(self, pl_module: LightningModule) -> None:
-        """Exchange weights and averages, both fp32, and round what is now the weights into the 16-bit parameters."""
-        weights = list(_trained_weights(pl_module))
-        for name, weight in weights:
-            average = self._average_of(name, weight)
-            raw = weight.clone()
-            weight.copy_(average)
-            average.copy_(raw)
-        plugin = _plugin(pl_module)
-        if plugin is not None and plugin.master_weights is not None:
-            plugin.master_weights.refresh()
-        self._swapped = not self._swapped
+        """Put the average in place of the weights, or back. Both stay fp32; the 16-bit parameters are roundings."""
+        masters = _masters(pl_module)
+        if not self._raw:
+            self._raw = {name: weight.clone() for name, weight in _trained_weights(pl_module)}
+            values = self.averages
+        else:
+            values, self._raw = self._raw, {}
+        for name, param in pl_module.named_parameters():
+            if name in values:
+                if masters is not None:
+                    masters.write(param, values[name])
+                else:
+                    param.copy_(values[name])
 
     def _average_of(self, name: str, weight: Tensor) -> Tensor:
         if name not in self.averages:  # at the start, or unfrozen since
@@ -173,10 +176,8 @@ class MasterWeightAveraging(WeightAveraging):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add ``"averaged_state_dict"``: the keys of ``state_dict``, trained parameters averaged, the rest as there."""
         held = checkpoint["state_dict"]
-        exchanged = {**held, **{name: value for name, value in self.averages.items() if name in held}}
-        # Inside a validation the module holds the average, and `averages` the raw weights.
-        checkpoint["state_dict"] = exchanged if self._swapped else held
-        checkpoint["averaged_state_dict"] = held if self._swapped else exchanged
+        checkpoint["averaged_state_dict"] = {**held, **{k: v for k, v in self.averages.items() if k in held}}
+        checkpoint["state_dict"] = {**held, **self._raw}  # inside a validation the module holds the average
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the average from ``"averaged_state_dict"``; a checkpoint without one starts it at its weights."""
@@ -247,12 +248,16 @@ def _real_steps(trainer: Trainer) -> int:
     return plugin.real_steps if isinstance(plugin, MasterWeightPrecision) else trainer.global_step
 
 
+def _masters(pl_module: LightningModule) -> MasterWeights | None:
+    plugin = _plugin(pl_module)
+    return plugin.master_weights if plugin is not None else None
+
+
 def _trained_weights(pl_module: LightningModule) -> Iterator[tuple[str, Tensor]]:
     """Name and fp32 weight of every trained parameter, edits from outside included."""
-    plugin = _plugin(pl_module)
-    masters = plugin.master_weights if plugin is not None else None
+    masters = _masters(pl_module)
     if masters is not None:
         masters.adopt_edits()
     for name, param in pl_module.named_parameters():
         if param.requires_grad:
-            yield name, (masters.of(param) if masters is not None else param).detach()
+            yield name, masters.read(param) if masters is not None else param.detach()

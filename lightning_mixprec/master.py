@@ -1,22 +1,22 @@
-"""The fp32 truth behind 16-bit parameters.
+"""The fp32 truth behind a module's 16-bit parameters.
 
 Why it exists: an update smaller than half an ulp of a 16-bit weight rounds away, so the optimizer must work on fp32
 weights. Here the module's own parameters *are* 16-bit tensors (no cast in forward, half the gradient bytes) and each
-trainable one has an fp32 master. The optimizer keeps the module's parameters in its ``param_groups`` and borrows the
-masters only for the length of a step and of ``load_state_dict``: ``zero_grad``, schedulers, ``add_param_group`` and
-any optimizer whose state is per parameter work unmodified, and that state is fp32.
+trainable one has an fp32 value behind it. The optimizer keeps the module's parameters in its ``param_groups`` and
+borrows the fp32 values only for the length of a step and of ``load_state_dict``: ``zero_grad``, schedulers,
+``add_param_group`` and optimizers nobody here has heard of work unmodified, and their state is fp32.
 
 Everything else speaks fp32 too: gradients handed to hooks and clipping, ``state_dict``, and the module after
 :meth:`MasterWeights.restore_`.
 
-What it leaves out: when to step, scale or skip (:mod:`lightning_mixprec.precision`), and which parameter is 16-bit
-(:mod:`lightning_mixprec.policy`).
+What it leaves out: how the values are stored (:mod:`lightning_mixprec.storage`), how an optimizer steps on them
+(:mod:`lightning_mixprec.borrow`), when to step, scale or skip (:mod:`lightning_mixprec.precision`), and which parameter
+is 16-bit (:mod:`lightning_mixprec.policy`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -27,17 +27,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mixprec.borrow import Borrower
+from lightning_mixprec.storage import Bucket, Masters
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:
-    """Turns parameters of ``module`` into 16-bit tensors, in place, and keeps an fp32 master for each.
+    """Turns parameters of ``module`` into 16-bit tensors, in place, and keeps an fp32 value behind each.
 
-    The original fp32 tensor becomes the master, so nothing of its precision is lost. Frozen parameters get no master.
+    The original fp32 tensors seed the fp32 values, so nothing of their precision is lost. Frozen parameters get none.
 
     Args:
         module: The module, on any device.
         dtypes: Target dtype by qualified parameter name, as :class:`~lightning_mixprec.policy.PrecisionPlan` has them.
+        masters: How the fp32 values are stored: ``"fp32"``, ``"split"``, ``"split24"`` or ``"none"``.
+        seed: Of the stochastic rounding of ``"split24"`` and ``"none"``; the same on all ranks.
 
     Raises:
         ValueError: If two parameters share memory without being the same object: they would drift apart.
@@ -46,26 +51,32 @@ class MasterWeights:
         >>> net = nn.Linear(2, 1, bias=False)
         >>> masters = MasterWeights(net, {"weight": torch.bfloat16})
         >>> optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-        >>> masters.attach(optimizer)
+        >>> masters.allocate([optimizer])
         >>> net(torch.ones(1, 2).bfloat16()).sum().backward()
-        >>> masters.unscale_gradients(net.parameters())
-        >>> with masters.borrow(optimizer):
-        ...     _ = optimizer.step()
+        >>> _ = masters.step(optimizer, optimizer.step)
         >>> net.weight.dtype, net.state_dict()["weight"].dtype
         (torch.bfloat16, torch.float32)
     """
 
-    def __init__(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._masters: dict[nn.Parameter, nn.Parameter] = {}  # module's 16-bit parameter -> fp32 master
-        self._params: dict[nn.Parameter, nn.Parameter] = {}  # the same, reversed
+    def __init__(
+        self, module: nn.Module, dtypes: Mapping[str, torch.dtype], masters: Masters = "fp32", seed: int = 0
+    ) -> None:
+        self.masters = masters
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._targets: dict[nn.Parameter, torch.dtype] = {}
+        self._pending: dict[nn.Parameter, Tensor] = {}  # fp32 values before `allocate`
+        self._homes: dict[nn.Parameter, tuple[Bucket, int]] = {}  # and after it
         self._as_given: dict[nn.Parameter, Tensor] = {}  # frozen parameter computing in fp32 -> its 16-bit original
-        self._optimizers: list[Optimizer] = []
+        self._borrowers: dict[Optimizer, Borrower] = {}
         self._handles: list[Any] = []
         _refuse_overlap(module)
         for name, param in module.named_parameters():
             target = dtypes.get(name, param.dtype)
             if param.requires_grad and target in _HALF:
-                self._add(param, target)
+                self._pending[param] = param.data.float()  # the original tensor itself where that is fp32
+                param.grad = None
+                param.data = param.data.to(target)
             elif param.dtype in _HALF and target == torch.float32:
                 if not param.requires_grad:
                     self._as_given[param] = param.data
@@ -73,33 +84,145 @@ class MasterWeights:
         for each in module.modules():
             if any(True for _ in each.parameters(recurse=False)):
                 # partial: torch marks the hook with an attribute, which a bound method would not take
-                self._handles.append(each.register_state_dict_post_hook(partial(MasterWeights._write_fp32, self)))
-                self._handles.append(each.register_load_state_dict_pre_hook(partial(MasterWeights._read_fp32, self)))
+                self._handles += [
+                    each.register_state_dict_post_hook(partial(MasterWeights._write_fp32, self)),
+                    each.register_load_state_dict_pre_hook(partial(MasterWeights._read_fp32, self)),
+                ]
 
     def __len__(self) -> int:
-        return len(self._masters)
+        return len(self._homes) + len(self._pending)
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._homes or param in self._pending
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
-        """A copied module gets masters of its own, reached through its copied hooks; optimizers stay behind."""
+        """A copied module gets fp32 values of its own, reached through its copied hooks; optimizers stay behind."""
         clone = object.__new__(MasterWeights)
         memo[id(self)] = clone
-        clone._masters, clone._as_given = deepcopy(self._masters, memo), deepcopy(self._as_given, memo)
-        clone._params = {master: param for param, master in clone._masters.items()}
-        clone._handles, clone._optimizers = [], []
+        clone.masters, clone._seed, clone._generators = "fp32", self._seed, {}
+        clone._pending = {deepcopy(param, memo): self.read(param).clone() for param in [*self._homes, *self._pending]}
+        clone._as_given = deepcopy(self._as_given, memo)
+        clone._homes, clone._borrowers, clone._handles = {}, {}, []
         return clone
 
-    def of(self, param: nn.Parameter) -> nn.Parameter:
-        """The fp32 master of ``param``, or ``param`` itself where it has none."""
-        return self._masters.get(param, param)
+    # Memory
 
-    def _add(self, param: nn.Parameter, target: torch.dtype) -> None:
-        master = nn.Parameter(param.data.float())  # the original tensor itself where that is fp32
-        master.__dict__.update(param.__dict__)  # marks that optimizers look for, such as `no_weight_decay`
-        self._masters[param], self._params[master] = master, param
-        param.grad = None
-        param.data = param.data.to(target)
+    @torch.no_grad()
+    def allocate(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Lay the values out in buckets on the parameters' device, and open them to ``optimizers``.
 
-    # Gradients
+        With several ranks rank 0's values are taken, as DDP takes its weights.
+        """
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        for param, value in self._pending.items():
+            self._pending[param] = value.to(param.device)
+            if several:
+                dist.broadcast(self._pending[param], src=0)
+        for optimizer in optimizers:
+            self._borrowers[optimizer] = Borrower(optimizer, self, self.masters)
+            for group in optimizer.param_groups:
+                self._allocate([param for param in group["params"] if param in self._pending])
+        self._allocate(list(self._pending))
+
+    def enrol(self, params: Iterable[nn.Parameter]) -> None:
+        """Give a value to 16-bit parameters that have none: unfrozen, or given to the optimizer, since the start."""
+        new = [param for param in params if param.dtype in _HALF and param.requires_grad and param not in self]
+        self._pending.update((param, param.data.float()) for param in new)
+        self._allocate(new)
+
+    def _allocate(self, params: list[nn.Parameter]) -> None:
+        """Fill buckets in order; a bucket has one dtype, one device, and a size that suits the device's cache."""
+        queue: list[nn.Parameter] = []
+        for param in params:
+            limit = 2**20 if param.device.type == "cpu" else 2**23  # elements: 4 MiB and 32 MiB of fp32
+            if queue and not (
+                all(each.is_contiguous() for each in (queue[-1], param))
+                and (queue[-1].dtype, queue[-1].device) == (param.dtype, param.device)
+                and sum(each.numel() for each in queue) + param.numel() <= limit
+            ):
+                self._fill_bucket(queue)
+                queue = []
+            queue.append(param)
+        if queue:
+            self._fill_bucket(queue)
+
+    def _fill_bucket(self, params: list[nn.Parameter]) -> None:
+        values = [self._pending.pop(param) for param in params]
+        generator = self._generator(params[0].device)
+        bucket = Bucket(params, values, params[0].dtype, self.masters, generator)
+        self._homes.update((param, (bucket, index)) for index, param in enumerate(params))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets, in the order they were made."""
+        return list(dict.fromkeys(bucket for bucket, _ in self._homes.values()))
+
+    def home(self, param: nn.Parameter) -> tuple[Bucket, int] | None:
+        """The bucket of ``param`` and its place there, or None if it is its own fp32 value."""
+        return self._homes.get(param)
+
+    # Values
+
+    def read(self, param: nn.Parameter) -> Tensor:
+        """The fp32 value behind ``param``, in its shape; ``param`` itself (detached) where it has none."""
+        if param in self._homes:
+            bucket, index = self._homes[param]
+            return bucket.values_of(index)
+        return self._pending[param] if param in self._pending else param.detach()
+
+    @torch.no_grad()
+    def write(self, param: nn.Parameter, value: Tensor) -> None:
+        """Store an fp32 value behind ``param`` and round it into it."""
+        if param in self._homes:
+            bucket, index = self._homes[param]
+            bucket.set_values_of(index, value)
+        else:
+            if param in self._pending:
+                self._pending[param].copy_(value)
+            param.copy_(value)
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Take over what was written into the 16-bit parameters from outside; see :meth:`Bucket.adopt`."""
+        for bucket in self.buckets:
+            bucket.adopt()
+
+    def restore_(self) -> None:
+        """Make the module fp32 again, equal to the masters, and remove every hook. Frozen parameters are as given."""
+        for borrower in self._borrowers.values():
+            borrower.close()
+        self.adopt_edits()
+        for param in [*self._homes, *self._pending]:
+            param.grad = None
+            value = self.read(param).to(param.device)
+            param.data = value.clone() if value._is_view() else value  # not a slice of a bucket that lives on with it
+            param.grad_dtype = param.dtype
+        for param, original in self._as_given.items():
+            if not param.requires_grad:
+                param.data = original.to(param.device)
+        for handle in self._handles:
+            handle.remove()
+        for held in (self._homes, self._pending, self._as_given, self._borrowers, self._handles):
+            held.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the stochastic rounding, by device type; empty for rungs that do not round that way."""
+        if self.masters not in ("split24", "none"):
+            return {}
+        return {device.type: generator.get_state() for device, generator in self._generators.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the stochastic rounding where it was."""
+        for device, generator in self._generators.items():
+            if device.type in state:
+                generator.set_state(state[device.type].cpu())
+
+    # Gradients and step
 
     def accumulate_in_fp32(self, params: Iterable[nn.Parameter]) -> None:
         """Widen gradients that the next backward will add to, so that the sum over micro-batches is an fp32 sum.
@@ -108,13 +231,15 @@ class MasterWeights:
         """
         for param in params:
             if param.grad is not None and param.grad.dtype in _HALF:
-                _set_fp32_grad(param, param.grad.float())
+                grad = param.grad.float()
+                param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
+                param.grad = grad
 
     @torch.no_grad()
     def unscale_gradients(self, params: Iterable[nn.Parameter], inverse_scale: Tensor | None = None) -> None:
         """Make every gradient fp32 and multiply it by ``inverse_scale`` (fp32 [], None for 1), in place of ``p.grad``.
 
-        From here to :meth:`release_gradients` the module's own parameters show what the optimizer will see.
+        From here to the end of the step the module's own parameters show what the optimizer will see.
         """
         params = [param for param in params if param.grad is not None]
         self.accumulate_in_fp32(params)
@@ -131,100 +256,20 @@ class MasterWeights:
         """Drop the gradients: fp32 ones would cost 4 bytes a parameter until the next backward, and break DDP's."""
         for param in params:
             param.grad = None
-            if param in self._masters:
+            if param in self._homes and param.grad_dtype != param.dtype:
                 param.grad_dtype = param.dtype
 
-    # The optimizer's window
+    def step(self, optimizer: Optimizer, call: Callable[[], Any], inverse_scale: Tensor | None = None) -> Any:
+        """Step ``optimizer`` on the fp32 values with the gradients that the parameters hold, then round them again.
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Let ``optimizer.load_state_dict`` see the masters, so that loaded state stays fp32."""
-        self._optimizers.append(optimizer)
-        for param in _params_of(optimizer):  # state made in a constructor, which saw the 16-bit parameter
-            if param in self._masters and param in optimizer.state:
-                state = optimizer.state[param]
-                state.update({key: _widen_state(value) for key, value in state.items()})
-        self._handles += [
-            optimizer.register_load_state_dict_pre_hook(lambda opt, _: _exchange(opt, self._masters)),
-            optimizer.register_load_state_dict_post_hook(lambda opt: _exchange(opt, self._params)),
-        ]
+        Weights that were edited since the last step, by whatever means, are adopted first.
 
-    @contextmanager
-    def borrow(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, ``optimizer.param_groups`` and ``optimizer.state`` hold the masters, with the parameters' gradients.
-
-        On leaving, the 16-bit parameters are refreshed from their masters. Weights that were edited since the last
-        step, by whatever means, are adopted first.
+        Args:
+            optimizer: One that :meth:`allocate` was given.
+            call: Calls ``optimizer.step``, once or once for each bucket, and returns its result.
+            inverse_scale: What gradients have to be multiplied by first, fp32 []; None if they are final.
         """
-        params = list(_params_of(optimizer))
-        for param in params:  # unfrozen or added in half after the start
-            if param.dtype in _HALF and param.requires_grad and param not in self._masters:
-                grad = param.grad
-                self._add(param, param.dtype)
-                if grad is not None:
-                    _set_fp32_grad(param, grad.float())
-        params = [param for param in params if param in self._masters]
-        self.adopt_edits(params)
-        for param in params:
-            self._masters[param].grad = param.grad
-        _exchange(optimizer, self._masters)
-        try:
-            yield
-        finally:
-            _exchange(optimizer, self._params)
-            for param in params:
-                self._masters[param].grad = None
-            self.refresh(params)
-
-    # Values
-
-    @torch.no_grad()
-    def refresh(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Round the masters into the 16-bit parameters (all of them by default)."""
-        targets: list[Any] = list(self._masters if params is None else params)
-        if targets:
-            torch._foreach_copy_(targets, [self._masters[param] for param in targets])
-
-    @torch.no_grad()
-    def adopt_edits(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Take over into the masters what was written into the 16-bit parameters from outside.
-
-        Elements whose 16-bit value is still the rounding of the master keep all their fp32 bits.
-        """
-        for param in self._masters if params is None else params:
-            master = self._masters[param]
-            rounded = master.to(param.dtype)
-            if param.device.type == "cpu" and torch.equal(rounded, param):
-                continue  # elsewhere the comparison would wait for the device
-            master.copy_(torch.where(rounded == param, master, param.float()))
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Follow the parameters to their device; with several ranks, take rank 0's masters, as DDP does weights."""
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        for param, master in self._masters.items():
-            master.data = master.data.to(param.device)
-            if several:
-                dist.broadcast(master.data, src=0)
-        self.refresh()
-
-    def restore_(self) -> None:
-        """Make the module fp32 again, equal to the masters, and remove every hook. Frozen parameters are as given."""
-        for optimizer in self._optimizers:
-            _exchange(optimizer, self._params)  # a load_state_dict that raised has left its window open
-        self.adopt_edits()
-        for param, master in self._masters.items():
-            param.grad = None
-            param.data = master.data.to(param.device)
-            param.grad_dtype = param.dtype
-        for param, original in self._as_given.items():
-            if not param.requires_grad:
-                param.data = original.to(param.device)
-        for handle in self._handles:
-            handle.remove()
-        for tensors in (self._masters, self._params, self._as_given):
-            tensors.clear()
-        self._handles.clear()
-        self._optimizers.clear()
+        return self._borrowers[optimizer].step(call, inverse_scale)
 
     # Hooks on every module that owns parameters, so that a submodule's state dict is fp32 as well
 
@@ -233,20 +278,23 @@ class MasterWeights:
             key = prefix + name
             if key not in state_dict:
                 continue
-            if param in self._masters:
-                self.adopt_edits([param])
-                master = self._masters[param]
-                state_dict[key] = master if isinstance(state_dict[key], nn.Parameter) else master.detach()
+            if param in self:
+                if param in self._homes:
+                    self._homes[param][0].adopt()
+                keep_vars = isinstance(state_dict[key], nn.Parameter)
+                value = self.read(param)
+                state_dict[key] = nn.Parameter(value) if keep_vars else value
             elif param in self._as_given and not param.requires_grad:
                 state_dict[key] = self._as_given[param].to(param.device)
 
-    @torch.no_grad()
-    def _read_fp32(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    def _read_fp32(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == param.shape:
-                if param in self._masters:
-                    self._masters[param].copy_(value)  # torch then copies the value into the parameter
+                if param in self:
+                    self.write(param, value)
+                    # What torch copies into the parameter next is what is there: it would round ties differently.
+                    state_dict[prefix + name] = param.detach().clone()
                 elif param in self._as_given:
                     self._as_given[param].copy_(value)
 
@@ -269,29 +317,6 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
         # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
-
-
-def _set_fp32_grad(param: nn.Parameter, grad: Tensor) -> None:
-    param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
-    param.grad = grad
-
-
-def _params_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _exchange(optimizer: Optimizer, replacement: Mapping[Any, nn.Parameter]) -> None:
-    """Replace parameters in the optimizer's groups and as keys of its state, keeping both containers' identity."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [replacement.get(param, param) for param in group["params"]]
-    items = list(optimizer.state.items())
-    optimizer.state.clear()
-    optimizer.state.update((replacement.get(key, key), value) for key, value in items)
-
-
-def _widen_state(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
 
 
 def _refuse_overlap(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,10 @@ from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, compute
 from lightning_mixprec.master import MasterWeights, found_nonfinite
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.storage import Masters
 
 log = logging.getLogger(__name__)
 
-Masters = Literal["fp32"]
 _LIGHTNING_NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -68,7 +68,9 @@ class MasterWeightPrecision(Precision):
         scaler: Loss scaler. Default: a :class:`~lightning_mixprec.scaler.DynamicLossScaler` for fp16, whose
             gradients underflow, and a constant 1 for bf16 and fp32, whose exponents do not need one. A batch with a
             non-finite gradient is skipped in every mode.
-        masters: How the fp32 masters are stored. ``"fp32"`` keeps 4 bytes beside each 16-bit parameter.
+        masters: How the fp32 masters are stored, in bytes beside each 16-bit parameter: ``"fp32"`` 4, ``"split"`` 2
+            (bf16 only; the same values bit for bit), ``"split24"`` 1 (bf16; 24 bits, rounded stochastically),
+            ``"none"`` 0 (bf16; the parameter itself, rounded stochastically).
 
     Raises:
         ValueError: If an argument has a value that is not among the choices.
@@ -92,6 +94,8 @@ class MasterWeightPrecision(Precision):
             raise ValueError(f"scaler={scaler!r} must be a lightning_mixprec.DynamicLossScaler or None.")
         if masters not in get_args(Masters):
             raise ValueError(f"Unknown masters={masters!r}. Choose one of {', '.join(map(repr, get_args(Masters)))}.")
+        if masters != "fp32" and self.policy.compute == "fp16":
+            raise ValueError(f"masters={masters!r} is for bf16, the upper half of fp32. Use masters='fp32' with fp16.")
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
         self.scaler = scaler
@@ -157,7 +161,9 @@ class MasterWeightPrecision(Precision):
             for layer in _called_directly(module):
                 if any(param.requires_grad for param in layer.parameters()):
                     swap_(layer, ComputeLayer, self._device.type, self.compute_dtype)
-            self.master_weights = MasterWeights(module, self.plan.parameters)
+            # Outside of fit nothing is updated, and rungs that would round are not needed.
+            masters = self.masters if trainer.state.fn == "fit" else "fp32"
+            self.master_weights = MasterWeights(module, self.plan.parameters, masters)
             rank_zero_info(
                 f"{type(self).__name__}: {len(self.master_weights)} of {len(list(module.parameters()))} parameter "
                 f"tensors are {self.policy.compute} with fp32 masters; print(trainer.precision_plugin.plan) lists them."
@@ -181,9 +187,7 @@ class MasterWeightPrecision(Precision):
             )
         self.scaler.to(self._device)
         if self.master_weights is not None:
-            self.master_weights.synchronize()
-            for optimizer in optimizers:
-                self.master_weights.attach(optimizer)
+            self.master_weights.allocate(optimizers)
         assert self._module is not None
         if optimizers:
             # Only now: Lightning looks for overridden hooks while it sets up schedulers.
@@ -262,8 +266,7 @@ class MasterWeightPrecision(Precision):
         if self.master_weights is None:
             output = optimizer.step(closure=lambda: result, **kwargs)
         else:
-            with self.master_weights.borrow(optimizer):
-                output = optimizer.step(closure=lambda: result, **kwargs)
+            output = self.master_weights.step(optimizer, lambda: optimizer.step(closure=lambda: result, **kwargs))
             self.master_weights.release_gradients(params)
         self.scaler.update(torch.zeros((), device=self._device))
         return output
@@ -328,11 +331,14 @@ class MasterWeightPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``."""
-        return self.scaler.state_dict()
+        rounding = self.master_weights.state_dict() if self.master_weights is not None else {}
+        return {**self.scaler.state_dict(), **({"rounding": rounding} if rounding else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over loss scale and step counters."""
         self.scaler.load_state_dict(state_dict)
+        if self.master_weights is not None:
+            self.master_weights.load_state_dict(state_dict.get("rounding", {}))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""

@@ -39,6 +39,14 @@ def reference_forward(p: dict[str, Tensor], x: Tensor, t: Tensor, dtype: torch.d
     return F.conv2d(F.silu(h).float(), p["conv_out.weight"], p["conv_out.bias"], padding=1)
 
 
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """To nearest, but bf16 ties half up in magnitude: the upper half of the fp32 bits plus half a unit."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    upper = (master.view(torch.int32) + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16)
+
+
 def reference_train(net, batches, precision, make_optimizer, *, accumulate=1, clip=None, scale=1.0, bad=()):
     """Train `net` on `batches` (all of one epoch) and return (fp32 weights, optimizer, scale, real steps)."""
     dtype = HALF[precision]
@@ -48,7 +56,7 @@ def reference_train(net, batches, precision, make_optimizer, *, accumulate=1, cl
     real_steps = 0
     for index, (x, t, y) in enumerate(batches):
         half = {"conv_in.weight", "conv_in.bias", "proj.weight", "proj.bias"}
-        leaves = {n: (m.to(dtype) if n in half else m).clone().requires_grad_() for n, m in masters.items()}
+        leaves = {n: (rounded(m, dtype) if n in half else m).clone().requires_grad_() for n, m in masters.items()}
         loss = F.mse_loss(reference_forward(leaves, x, t, dtype), y) / accumulate
         if index in bad:
             loss = loss * math.inf

@@ -1,0 +1,130 @@
+"""Which way an optimizer can be stepped on a part of the weights, found out by trying.
+
+Why it exists: stepping bucket by bucket is right for an optimizer whose state belongs to a parameter, and wrong,
+without any error, for one that keeps state for a group or looks across parameters. A list of names would know neither
+the next optimizer of torch nor anybody's own, so copies of the optimizer are stepped on small tensors and compared.
+
+What it leaves out: stepping on the real weights (:mod:`lightning_mixprec.borrow`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Way: TypeAlias = Literal["flat", "shaped", "whole"]
+
+
+def classify(optimizer: Optimizer) -> tuple[Way, str]:
+    """Find out how ``optimizer`` may be stepped, by stepping copies of it on small tensors.
+
+    Returns:
+        The way, and for ``"whole"`` the reason in words.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2, 2))
+        >>> classify(torch.optim.AdamW([weight]))[0], classify(torch.optim.Adafactor([weight]))[0]
+        ('flat', 'shaped')
+    """
+    ways: list[tuple[Way, str]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        if group["params"]:
+            try:
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    ways.append(_classify_group(optimizer, index))
+            except Exception as error:  # whatever an optimizer dislikes about being tried, it is its own business
+                ways.append(("whole", f"it could not be tried on small tensors ({type(error).__name__}: {error})"))
+    order = ["flat", "shaped", "whole"]
+    return max(ways, key=lambda way: order.index(way[0]), default=("flat", ""))
+
+
+def _classify_group(optimizer: Optimizer, index: int) -> tuple[Way, str]:
+    params = optimizer.param_groups[index]["params"]
+    # Two small tensors with as many dimensions as the group's own (some optimizers take matrices only), of odd sizes:
+    # vectorised kernels may round the last few elements of a tensor differently, and flat tensors end elsewhere.
+    sizes = {1: ((211,), (163,)), 2: ((23, 9), (17, 13)), 3: ((7, 5, 7), (9, 5, 5)), 4: ((7, 5, 3, 3), (5, 5, 3, 3))}
+    dims = (params[0].dim(), params[-1].dim())
+    shapes = [sizes[min(max(dim, 1), 4)][i] for i, dim in enumerate(dims)]
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    # Large and different gradients, so that a norm or a clip across tensors shows.
+    grads = [
+        [torch.randn(shape, generator=generator) * 10 ** (2 * i) for i, shape in enumerate(shapes)] for _ in range(3)
+    ]
+
+    together, groups_before, groups_after = _try(optimizer, index, [start], [[g] for g in grads])
+    if groups_before != groups_after:
+        changed = [key for key in groups_after if groups_after[key] != groups_before.get(key)]
+        return "whole", f"it keeps state for a whole group ({', '.join(map(repr, changed))})"
+    apart, *_ = _try(optimizer, index, [[w] for w in start], [[[g] for g in step] for step in grads])
+    if not _same(together, apart):
+        return "whole", "a step on one parameter depends on the others"
+    flat, *_ = _try(
+        optimizer,
+        index,
+        [[torch.cat([w.flatten() for w in start])]],
+        [[[torch.cat([g.flatten() for g in step])]] for step in grads],
+        may_fail=True,
+    )
+    elementwise = flat is not None and _same([[torch.cat([w.flatten() for w in together[0]])]], flat)
+    return ("flat" if elementwise else "shaped"), ""
+
+
+def _try(
+    optimizer: Optimizer, index: int, calls: list[list[Tensor]], steps: list[list[list[Tensor]]], may_fail: bool = False
+) -> Any:
+    """Step a copy of ``optimizer`` on ``calls``, each a list of tensors stepped in one call.
+
+    Returns:
+        The tensors after all steps, and the group's settings before and after.
+    """
+    group = optimizer.param_groups[index]
+    clone = object.__new__(type(optimizer))
+    clone.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", "step")})
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        clone.__dict__[name] = type(optimizer.__dict__.get(name, {}))()
+    clone.state = defaultdict(dict)
+    settings = deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    params = [[nn.Parameter(tensor.clone()) for tensor in call] for call in calls]
+    given = optimizer.state.get(group["params"][0], {})
+    for call in params:
+        for param in call:
+            _copy_constructor_state(given, group["params"][0], param, clone.state)
+    one_group: dict[str, Any] = {**deepcopy(settings)}
+    try:
+        for step in steps:
+            for call, grads in zip(params, step, strict=True):
+                clone.param_groups = [one_group]
+                one_group["params"] = call
+                for param, grad in zip(call, grads, strict=True):
+                    param.grad = grad.clone()
+                clone.step()
+    except Exception:
+        if may_fail:
+            return None, None, None
+        raise
+    after = {key: value for key, value in one_group.items() if key != "params"}
+    return [[param.data for param in call] for call in params], _plain(settings), _plain(after)
+
+
+def _copy_constructor_state(given: Mapping[str, Any], like: Tensor, param: nn.Parameter, state: Any) -> None:
+    """State that a constructor made (Adagrad's sum) is constant so far: give the copy one of its own size."""
+    for key, value in given.items():
+        if isinstance(value, Tensor) and value.shape == like.shape and value.numel():
+            value = torch.full(param.shape, float(value.flatten()[0]))
+        state[param][key] = deepcopy(value)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in settings.items()}
+
+
+def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
+    ours, theirs = [t for call in one for t in call], [t for call in other for t in call]
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,272 @@
+"""How an fp32 weight is stored beside its 16-bit parameter: in 4, 2, 1 or 0 more bytes.
+
+Why it exists: the fp32 value is the truth and the 16-bit parameter is its rounding, so the two share information. A
+bf16 number is the upper half of an fp32 number, hence 16 more bits rebuild the fp32 value exactly, 8 keep it to 24
+bits, and with none the rounding itself has to be right on average. All of it is one integer formula::
+
+    t = bits(w) + 0x8000        upper half of t: w rounded to bf16, half up in magnitude
+    parameter = t >> 16         lower half of t: what is stored beside it, its upper `extra` bits
+
+With fewer than 16 extra bits, a random number below the last kept bit is added to bits(w) before the rest is cut off:
+stochastic rounding, unbiased, so that updates smaller than the last bit are not lost on average (Croci et al.,
+"Stochastic rounding: implementation, error analysis and applications", 2022).
+
+A :class:`Bucket` lays parameters of one optimizer group end to end in memory, so that whatever is done to all of them
+is one operation on about a million elements rather than one for each tensor.
+
+What it leaves out: optimizers (:mod:`lightning_mixprec.borrow`) and modules (:mod:`lightning_mixprec.master`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Masters: TypeAlias = Literal["fp32", "split", "split24", "none"]
+EXTRA_BITS: dict[str, int] = {"split": 16, "split24": 8, "none": 0}  # beside the 16 of the parameter
+
+_HALF_ULP = 0x8000  # of a bf16 number, in units of fp32's last bit
+_ALIGNMENT = {"cpu": 1}  # elements between which parameters start; elsewhere 8, the 16 bytes that GPU kernels ask for
+_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)  # 16-bit halves of a 32-bit word in memory
+
+
+def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, generator: torch.Generator | None) -> None:
+    """Store fp32 ``values`` as a bf16 part and ``extra`` more bits.
+
+    Args:
+        values: fp32 [n], contiguous. Used as scratch: holds garbage afterwards.
+        half: bf16 [n], written with ``values`` rounded half up in magnitude (``extra`` = 16 or 8 bits of remainder) or
+            stochastically (``extra`` = 0).
+        rest: int16 [n] for 16 extra bits, uint8 [n] for 8, None for 0; written.
+        extra: 16, 8 or 0.
+        generator: Source of the stochastic rounding on the tensors' device; unused for 16 extra bits.
+
+    Example:
+        >>> half, rest = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
+        >>> encode_(torch.tensor([0.1]), half, rest, 16, None)
+        >>> half, decode_(half, rest, 16, torch.empty(1))
+        (tensor([0.1001], dtype=torch.bfloat16), tensor([0.1000]))
+    """
+    bits = values.view(torch.int32)
+    dropped = 16 - extra
+    if dropped:
+        noise_dtype = torch.int16 if dropped == 16 else torch.uint8
+        words = torch.empty(-(-values.numel() * dropped // 64), dtype=torch.int64, device=values.device)
+        noise = words.random_(-(2**63), None, generator=generator).view(noise_dtype)[: values.numel()]
+        bits.add_(noise)  # int16 noise is signed: from -2^15 to 2^15 - 1, corrected together with the half ulp below
+        if dropped == 16:
+            bits.add_(_HALF_ULP)
+        bits.bitwise_and_(-(1 << dropped))
+    bits.add_(_HALF_ULP)
+    words16 = bits.view(torch.int16).view(-1, 2)
+    half.view(torch.int16).copy_(words16[:, _HIGH])
+    if extra == 16:
+        assert rest is not None
+        rest.copy_(words16[:, _LOW])
+    elif extra == 8:
+        assert rest is not None
+        rest.copy_(bits.bitwise_right_shift_(8).bitwise_and_(0xFF))
+
+
+def decode_(half: Tensor, rest: Tensor | None, extra: int, out: Tensor) -> Tensor:
+    """Rebuild fp32 values from what :func:`encode_` stored, into ``out``: fp32 [n], contiguous. Returns ``out``."""
+    bits = out.view(torch.int32)
+    words16 = bits.view(torch.int16).view(-1, 2)
+    if extra == 16:
+        assert rest is not None
+        words16[:, _LOW] = rest
+    elif extra == 8:
+        assert rest is not None
+        bits.copy_(rest).bitwise_left_shift_(8)
+    else:
+        bits.fill_(_HALF_ULP)
+    words16[:, _HIGH] = half.view(torch.int16)
+    bits.sub_(_HALF_ULP)
+    return out
+
+
+def round_(values: Tensor, half: Tensor) -> None:
+    """Round fp32 ``values`` into ``half``: to nearest for fp16, half up in magnitude for bf16 as :func:`encode_` does.
+
+    The two differ at exact ties only. One rule for all rungs makes their trajectories bit-identical.
+
+    Example:
+        >>> half = torch.empty(1, dtype=torch.bfloat16)
+        >>> round_(torch.tensor([1 + 2**-8]), half)  # a tie: to even would be 1.0
+        >>> half
+        tensor([1.0078], dtype=torch.bfloat16)
+    """
+    if half.dtype == torch.bfloat16:
+        # Setting the last bit turns a tie into "just above the middle", and changes no other rounding.
+        values = (values.view(torch.int32) | 1).view(torch.float32)
+    half.copy_(values)
+
+
+class Bucket:
+    """Parameters of one dtype and device, end to end in one 16-bit tensor, with their fp32 values behind it.
+
+    Args:
+        params: The module's parameters. Their ``data`` becomes views of :attr:`half`.
+        values: Their fp32 values, one tensor for each, on any device.
+        dtype: 16-bit dtype that the parameters get.
+        masters: How the fp32 values are stored.
+        generator: For stochastic rounding.
+
+    Attributes:
+        half: 16-bit [n], the memory of the parameters.
+        master: fp32 [n], or None where the rung stores less.
+        rest: int16 or uint8 [n], the extra bits, or None.
+
+    Example:
+        >>> param = nn.Parameter(torch.tensor([0.1]))
+        >>> bucket = Bucket([param], [torch.tensor([0.1])], torch.bfloat16, "split")
+        >>> param.dtype, bucket.values_of(0)
+        (torch.bfloat16, tensor([0.1000]))
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        values: Sequence[Tensor],
+        dtype: torch.dtype,
+        masters: Masters,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.masters = masters
+        self.dtype = dtype
+        self.generator = generator
+        device = self.params[0].device
+        alignment = _ALIGNMENT.get(device.type, 8)
+        self.starts: list[int] = []
+        size = 0
+        for param in self.params:
+            self.starts.append(size)
+            size += -(-param.numel() // alignment) * alignment
+        self.half = torch.zeros(size, dtype=dtype, device=device)
+        self.master = torch.zeros(size, device=device) if masters == "fp32" else None
+        self.rest: Tensor | None = None
+        if masters in ("split", "split24"):
+            self.rest = torch.zeros(size, dtype=torch.int16 if masters == "split" else torch.uint8, device=device)
+        self._layouts = [_layout(param) for param in self.params]
+        self._checksum = torch.zeros((), dtype=torch.int64, device=device)
+        flat = torch.zeros(size, device=device) if self.master is None else self.master
+        for index, value in enumerate(values):
+            self.view(flat, index).copy_(value)
+        self._ready = False
+        self._alias()
+        self.write(flat)
+        self._ready = True
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.half.numel()
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """The part of a flat tensor of this bucket's length that belongs to parameter ``index``, in its shape."""
+        shape, strides = self._layouts[index]
+        return flat.as_strided(shape, strides, flat.storage_offset() + self.starts[index])
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """All parts of ``flat``, in order."""
+        return [self.view(flat, index) for index in range(len(self.params))]
+
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """All fp32 values, [n]: the master itself, or rebuilt into ``out`` (fp32 [n], allocated if None)."""
+        if self.master is not None:
+            return self.master
+        out = torch.empty(self.numel, device=self.half.device) if out is None else out
+        return decode_(self.half, self.rest, EXTRA_BITS[self.masters], out)
+
+    def write(self, values: Tensor) -> None:
+        """Store all fp32 values and round them into the parameters.
+
+        Args:
+            values: fp32 [n]; :attr:`master` itself, or a scratch tensor that holds garbage afterwards.
+        """
+        if self.master is None:
+            encode_(values, self.half, self.rest, EXTRA_BITS[self.masters], self.generator)
+        else:
+            if values is not self.master:
+                self.master.copy_(values)
+            round_(self.master, self.half)
+        self._note()
+
+    def values_of(self, index: int) -> Tensor:
+        """fp32 values of one parameter, in its shape: a view of the master, or a tensor of their own."""
+        if self.master is not None:
+            return self.view(self.master, index)
+        span = self._span(index)
+        flat = torch.empty(span.stop - span.start, device=self.half.device)
+        decode_(self.half[span], self._rest(span), EXTRA_BITS[self.masters], flat)
+        return flat.as_strided(*self._layouts[index])
+
+    def set_values_of(self, index: int, value: Tensor) -> None:
+        """Store fp32 values of one parameter and round them into it."""
+        span = self._span(index)
+        if self.master is not None:
+            self.view(self.master, index).copy_(value)
+            round_(self.master[span], self.half[span])
+        else:
+            flat = torch.zeros(span.stop - span.start, device=self.half.device)
+            flat.as_strided(*self._layouts[index]).copy_(value)
+            encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], self.generator)
+        self._note()
+
+    def adopt(self) -> None:
+        """Take over what was written into the parameters from outside since the last :meth:`write`.
+
+        With fp32 masters, elements whose 16-bit value is still the rounding of the master keep all their bits and the
+        others become exactly what was written. The smaller rungs share their upper half with the parameter: what was
+        written counts as it stands, with the remainder that its element had before (less than half a bf16 ulp),
+        except for zeros, which are exact.
+        """
+        self._alias()
+        if self.master is not None:
+            rounded = torch.empty_like(self.half)
+            round_(self.master, rounded)
+            if self.half.device.type == "cpu" and torch.equal(rounded.view(torch.int16), self.half.view(torch.int16)):
+                return  # elsewhere the comparison would wait for the device
+            self.master.copy_(torch.where(rounded == self.half, self.master, self.half.float()))
+        elif self.rest is not None:
+            # A zero's remainder is -0 or more, which encodes as the half ulp.
+            zero = _HALF_ULP if self.masters == "split" else _HALF_ULP >> 8
+            zero = zero - 0x10000 if self.masters == "split" else zero  # as int16
+            changed = self._sum() != self._checksum
+            self.rest.masked_fill_(changed & (self.half == 0), zero)
+            self._note()
+
+    def _note(self) -> None:
+        if self.rest is not None:
+            self._checksum = self._sum()
+
+    def _sum(self) -> Tensor:
+        """Sum of the parameters' bits, int64 []: differs after an edit, barring a coincidence."""
+        return self.half.view(torch.int16).sum()
+
+    def _span(self, index: int) -> slice:
+        return slice(self.starts[index], self.starts[index] + self.params[index].numel())
+
+    def _rest(self, span: slice) -> Tensor | None:
+        return None if self.rest is None else self.rest[span]
+
+    def _alias(self) -> None:
+        """Let every parameter's memory be its part of :attr:`half`, taking over what it holds now."""
+        width, base = self.half.element_size(), self.half.data_ptr()
+        for index, (param, start) in enumerate(zip(self.params, self.starts, strict=True)):
+            if param.data_ptr() != base + start * width or param.dtype != self.dtype:
+                view, given = self.view(self.half, index), param.data
+                param.data = view
+                if self._ready:  # replaced from outside: what differs from before is taken over exactly
+                    kept = given.to(self.dtype) == view
+                    self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
+
+
+def _layout(param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and strides of a dense tensor with the same memory format: channels_last stays channels_last."""
+    return param.shape, torch.empty_like(param, memory_format=torch.preserve_format, device="meta").stride()
