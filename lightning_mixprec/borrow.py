@@ -166,7 +166,7 @@ class Borrower:
                 result = self._call_with(group, [whole], call)
             finally:
                 state.scatter(self.optimizer.state, self.optimizer.state.pop(whole, flat_state))
-        bucket.write(values)
+        bucket.write(values, scratch.room(bucket))
         return result
 
     def _call_with(self, group: dict[str, Any], params: list[nn.Parameter], call: Callable[[], Any]) -> Any:
@@ -256,32 +256,38 @@ class Scratch:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._values: Tensor | None = None
-        self._grads: Tensor | None = None
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def values(self, bucket: Bucket) -> Tensor | None:
         """Room for the bucket's fp32 values; None where it has them standing."""
-        if bucket.master is not None:
-            return None
-        if self._values is None or self._values.device != bucket.half.device:
-            self._values = torch.empty(self._size, device=bucket.half.device)
-        return self._values[: bucket.numel]
+        return None if bucket.master is not None else self._tensor("values", bucket)
+
+    def room(self, bucket: Bucket) -> Tensor:
+        """Room for as many fp32 numbers as the bucket has; the same as :meth:`grads` uses."""
+        return self._tensor("grads", bucket)
 
     def grads(self, bucket: Bucket, inverse_scale: Tensor | None) -> Tensor:
         """The bucket's gradients, fp32 [n], unscaled."""
-        if self._grads is None or self._grads.device != bucket.half.device:
-            self._grads = torch.zeros(self._size, device=bucket.half.device)
-        out = self._grads[: bucket.numel]
+        out = self._tensor("grads", bucket)
         grads: list[Tensor] = [param.grad for param in bucket.params if param.grad is not None]
-        packed = sum(grad.numel() for grad in grads) == bucket.numel
+        packed = sum(grad.numel() for grad in grads) == bucket.used
         if packed and len({grad.dtype for grad in grads}) == 1 and len(grads) > 1 and all(map(_contiguous, grads)):
-            out.copy_(torch._utils._flatten_dense_tensors(grads))
+            out[: bucket.used].copy_(torch._utils._flatten_dense_tensors(grads))
+            out[bucket.used :].zero_()
         else:
+            if bucket.used < out.numel() or not packed:
+                out.zero_()  # padding
             for view, grad in zip(bucket.views(out), grads, strict=True):
                 view.copy_(grad)
-        if inverse_scale is not None:
+        if inverse_scale is not None and grads[0].dtype != torch.float32:
             out.mul_(inverse_scale)
         return out
+
+    def _tensor(self, name: str, bucket: Bucket) -> Tensor:
+        key = (name, bucket.half.device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(self._size, device=bucket.half.device)
+        return self._tensors[key][: bucket.numel]
 
 
 class BucketState:

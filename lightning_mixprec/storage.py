@@ -4,8 +4,8 @@ Why it exists: the fp32 value is the truth and the 16-bit parameter is its round
 bf16 number is the upper half of an fp32 number, hence 16 more bits rebuild the fp32 value exactly, 8 keep it to 24
 bits, and with none the rounding itself has to be right on average. All of it is one integer formula::
 
-    t = bits(w) + 0x8000        upper half of t: w rounded to bf16, half up in magnitude
-    parameter = t >> 16         lower half of t: what is stored beside it, its upper `extra` bits
+    parameter = (bits(w) + 0x8000) >> 16        w rounded to bf16, half up in magnitude
+    remainder = bits(w) - (parameter << 16)     a signed 16-bit number, of which the upper `extra` bits are kept
 
 With fewer than 16 extra bits, a random number below the last kept bit is added to bits(w) before the rest is cut off:
 stochastic rounding, unbiased, so that updates smaller than the last bit are not lost on average (Croci et al.,
@@ -19,7 +19,6 @@ What it leaves out: optimizers (:mod:`lightning_mixprec.borrow`) and modules (:m
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -31,7 +30,6 @@ EXTRA_BITS: dict[str, int] = {"split": 16, "split24": 8, "none": 0}  # beside th
 
 _HALF_ULP = 0x8000  # of a bf16 number, in units of fp32's last bit
 _ALIGNMENT = {"cpu": 1}  # elements between which parameters start; elsewhere 8, the 16 bytes that GPU kernels ask for
-_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)  # 16-bit halves of a 32-bit word in memory
 
 
 def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, generator: torch.Generator | None) -> None:
@@ -41,7 +39,7 @@ def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, gener
         values: fp32 [n], contiguous. Used as scratch: holds garbage afterwards.
         half: bf16 [n], written with ``values`` rounded half up in magnitude (``extra`` = 16 or 8 bits of remainder) or
             stochastically (``extra`` = 0).
-        rest: int16 [n] for 16 extra bits, uint8 [n] for 8, None for 0; written.
+        rest: int16 [n] for 16 extra bits, int8 [n] for 8, None for 0; written.
         extra: 16, 8 or 0.
         generator: Source of the stochastic rounding on the tensors' device; unused for 16 extra bits.
 
@@ -54,45 +52,33 @@ def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, gener
     bits = values.view(torch.int32)
     dropped = 16 - extra
     if dropped:
-        noise_dtype = torch.int16 if dropped == 16 else torch.uint8
         words = torch.empty(-(-values.numel() * dropped // 64), dtype=torch.int64, device=values.device)
-        noise = words.random_(-(2**63), None, generator=generator).view(noise_dtype)[: values.numel()]
-        bits.add_(noise)  # int16 noise is signed: from -2^15 to 2^15 - 1, corrected together with the half ulp below
+        words.random_(-(2**63), None, generator=generator)
+        bits.add_(words.view(torch.int16 if dropped == 16 else torch.uint8)[: values.numel()])
         if dropped == 16:
-            bits.add_(_HALF_ULP)
+            bits.add_(_HALF_ULP)  # the int16 noise is signed
         bits.bitwise_and_(-(1 << dropped))
-    bits.add_(_HALF_ULP)
-    words16 = bits.view(torch.int16).view(-1, 2)
-    half.view(torch.int16).copy_(words16[:, _HIGH])
-    if extra == 16:
-        assert rest is not None
-        rest.copy_(words16[:, _LOW])
-    elif extra == 8:
-        assert rest is not None
-        rest.copy_(bits.bitwise_right_shift_(8).bitwise_and_(0xFF))
+    if rest is not None:
+        rest.copy_((bits << 16).bitwise_right_shift_(32 - extra))  # the lower half's upper bits, as a signed number
+    half.view(torch.int16).copy_(bits.add_(_HALF_ULP).bitwise_right_shift_(16))
 
 
 def decode_(half: Tensor, rest: Tensor | None, extra: int, out: Tensor) -> Tensor:
     """Rebuild fp32 values from what :func:`encode_` stored, into ``out``: fp32 [n], contiguous. Returns ``out``."""
     bits = out.view(torch.int32)
-    words16 = bits.view(torch.int16).view(-1, 2)
-    if extra == 16:
-        assert rest is not None
-        words16[:, _LOW] = rest
-    elif extra == 8:
-        assert rest is not None
-        bits.copy_(rest).bitwise_left_shift_(8)
+    bits.copy_(half.view(torch.int16))
+    if rest is None:
+        bits.bitwise_left_shift_(16)
     else:
-        bits.fill_(_HALF_ULP)
-    words16[:, _HIGH] = half.view(torch.int16)
-    bits.sub_(_HALF_ULP)
+        bits.bitwise_left_shift_(extra).add_(rest).bitwise_left_shift_(16 - extra)
     return out
 
 
-def round_(values: Tensor, half: Tensor) -> None:
+def round_(values: Tensor, half: Tensor, scratch: Tensor | None = None) -> None:
     """Round fp32 ``values`` into ``half``: to nearest for fp16, half up in magnitude for bf16 as :func:`encode_` does.
 
-    The two differ at exact ties only. One rule for all rungs makes their trajectories bit-identical.
+    The two differ at exact ties only. One rule for all rungs makes their trajectories bit-identical. ``scratch``, fp32
+    [n], saves an allocation.
 
     Example:
         >>> half = torch.empty(1, dtype=torch.bfloat16)
@@ -102,7 +88,8 @@ def round_(values: Tensor, half: Tensor) -> None:
     """
     if half.dtype == torch.bfloat16:
         # Setting the last bit turns a tie into "just above the middle", and changes no other rounding.
-        values = (values.view(torch.int32) | 1).view(torch.float32)
+        out = None if scratch is None else scratch.view(torch.int32)
+        values = torch.bitwise_or(values.view(torch.int32), 1, out=out).view(torch.float32)
     half.copy_(values)
 
 
@@ -117,9 +104,10 @@ class Bucket:
         generator: For stochastic rounding.
 
     Attributes:
-        half: 16-bit [n], the memory of the parameters.
+        half: 16-bit [n], the memory of the parameters, at its end up to three elements of padding.
+        used: Elements before that padding.
         master: fp32 [n], or None where the rung stores less.
-        rest: int16 or uint8 [n], the extra bits, or None.
+        rest: int16 or int8 [n], the extra bits, or None.
 
     Example:
         >>> param = nn.Parameter(torch.tensor([0.1]))
@@ -147,13 +135,15 @@ class Bucket:
         for param in self.params:
             self.starts.append(size)
             size += -(-param.numel() // alignment) * alignment
+        self.used = size
+        size = -(-size // 4) * 4  # whole 64-bit words, for the fingerprint
         self.half = torch.zeros(size, dtype=dtype, device=device)
         self.master = torch.zeros(size, device=device) if masters == "fp32" else None
         self.rest: Tensor | None = None
         if masters in ("split", "split24"):
-            self.rest = torch.zeros(size, dtype=torch.int16 if masters == "split" else torch.uint8, device=device)
+            self.rest = torch.zeros(size, dtype=torch.int16 if masters == "split" else torch.int8, device=device)
         self._layouts = [_layout(param) for param in self.params]
-        self._checksum = torch.zeros((), dtype=torch.int64, device=device)
+        self._fingerprint = torch.zeros((), dtype=torch.int64, device=device)
         flat = torch.zeros(size, device=device) if self.master is None else self.master
         for index, value in enumerate(values):
             self.view(flat, index).copy_(value)
@@ -183,19 +173,20 @@ class Bucket:
         out = torch.empty(self.numel, device=self.half.device) if out is None else out
         return decode_(self.half, self.rest, EXTRA_BITS[self.masters], out)
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, scratch: Tensor | None = None) -> None:
         """Store all fp32 values and round them into the parameters.
 
         Args:
-            values: fp32 [n]; :attr:`master` itself, or a scratch tensor that holds garbage afterwards.
+            values: fp32 [n]; :attr:`master` itself, or a tensor that holds garbage afterwards.
+            scratch: fp32 [n], overwritten; saves an allocation.
         """
         if self.master is None:
             encode_(values, self.half, self.rest, EXTRA_BITS[self.masters], self.generator)
         else:
             if values is not self.master:
                 self.master.copy_(values)
-            round_(self.master, self.half)
-        self._note()
+            round_(self.master, self.half, scratch)
+        self._fingerprint = self._take_fingerprint()
 
     def values_of(self, index: int) -> Tensor:
         """fp32 values of one parameter, in its shape: a view of the master, or a tensor of their own."""
@@ -216,7 +207,7 @@ class Bucket:
             flat = torch.zeros(span.stop - span.start, device=self.half.device)
             flat.as_strided(*self._layouts[index]).copy_(value)
             encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], self.generator)
-        self._note()
+        self._fingerprint = self._take_fingerprint()
 
     def adopt(self) -> None:
         """Take over what was written into the parameters from outside since the last :meth:`write`.
@@ -227,27 +218,29 @@ class Bucket:
         except for zeros, which are exact.
         """
         self._alias()
+        fingerprint = self._take_fingerprint()
+        if self.half.device.type == "cpu" and torch.equal(fingerprint, self._fingerprint):
+            return  # elsewhere the comparison would wait for the device
         if self.master is not None:
             rounded = torch.empty_like(self.half)
             round_(self.master, rounded)
-            if self.half.device.type == "cpu" and torch.equal(rounded.view(torch.int16), self.half.view(torch.int16)):
-                return  # elsewhere the comparison would wait for the device
             self.master.copy_(torch.where(rounded == self.half, self.master, self.half.float()))
         elif self.rest is not None:
-            # A zero's remainder is -0 or more, which encodes as the half ulp.
-            zero = _HALF_ULP if self.masters == "split" else _HALF_ULP >> 8
-            zero = zero - 0x10000 if self.masters == "split" else zero  # as int16
-            changed = self._sum() != self._checksum
-            self.rest.masked_fill_(changed & (self.half == 0), zero)
-            self._note()
+            self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
+        self._fingerprint = fingerprint
 
-    def _note(self) -> None:
-        if self.rest is not None:
-            self._checksum = self._sum()
+    def _take_fingerprint(self) -> Tensor:
+        """A number, int64 [], that depends on the parameters' bits and on where they stand: shows whether any changed.
 
-    def _sum(self) -> Tensor:
-        """Sum of the parameters' bits, int64 []: differs after an edit, barring a coincidence."""
-        return self.half.view(torch.int16).sum()
+        Sums of 64-bit words over a prime number of columns, each column with a weight of its own, in one pass.
+        """
+        words = self.half.view(torch.int64)
+        columns = max(1, min(1021, words.numel()))
+        rows = words.numel() // columns
+        sums = words[: rows * columns].view(rows, columns).sum(0)
+        tail = words[rows * columns :]
+        sums[: tail.numel()] += tail
+        return (sums * torch.arange(1, 2 * columns, 2, device=words.device)).sum()
 
     def _span(self, index: int) -> slice:
         return slice(self.starts[index], self.starts[index] + self.params[index].numel())
