@@ -64,11 +64,11 @@ class MasterWeights:
         self.masters = masters
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._targets: dict[nn.Parameter, torch.dtype] = {}
         self._pending: dict[nn.Parameter, Tensor] = {}  # fp32 values before `allocate`
         self._homes: dict[nn.Parameter, tuple[Bucket, int]] = {}  # and after it
         self._as_given: dict[nn.Parameter, Tensor] = {}  # frozen parameter computing in fp32 -> its 16-bit original
         self._borrowers: dict[Optimizer, Borrower] = {}
+        self._widened: list[nn.Parameter] = []  # 16-bit parameters that carry an fp32 gradient
         self._handles: list[Any] = []
         _refuse_overlap(module)
         for name, param in module.named_parameters():
@@ -102,7 +102,7 @@ class MasterWeights:
         clone.masters, clone._seed, clone._generators = "fp32", self._seed, {}
         clone._pending = {deepcopy(param, memo): self.read(param).clone() for param in [*self._homes, *self._pending]}
         clone._as_given = deepcopy(self._as_given, memo)
-        clone._homes, clone._borrowers, clone._handles = {}, {}, []
+        clone._homes, clone._borrowers, clone._handles, clone._widened = {}, {}, [], []
         return clone
 
     # Memory
@@ -134,7 +134,7 @@ class MasterWeights:
         """Fill buckets in order; a bucket has one dtype, one device, and a size that suits the device's cache."""
         queue: list[nn.Parameter] = []
         for param in params:
-            limit = 2**21 if param.device.type == "cpu" else 2**23  # elements: 8 MiB and 32 MiB of fp32
+            limit = 2**19 if param.device.type == "cpu" else 2**23  # elements: 2 MiB and 32 MiB of fp32
             if queue and not (
                 all(each.is_contiguous() for each in (queue[-1], param))
                 and (queue[-1].dtype, queue[-1].device) == (param.dtype, param.device)
@@ -207,7 +207,7 @@ class MasterWeights:
                 param.data = original.to(param.device)
         for handle in self._handles:
             handle.remove()
-        for held in (self._homes, self._pending, self._as_given, self._borrowers, self._handles):
+        for held in (self._homes, self._pending, self._as_given, self._borrowers, self._handles, self._widened):
             held.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,6 +234,7 @@ class MasterWeights:
                 grad = param.grad.float()
                 param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
                 param.grad = grad
+                self._widened.append(param)
 
     @torch.no_grad()
     def unscale_gradients(self, params: Iterable[nn.Parameter], inverse_scale: Tensor | None = None) -> None:
@@ -256,8 +257,10 @@ class MasterWeights:
         """Drop the gradients: fp32 ones would cost 4 bytes a parameter until the next backward, and break DDP's."""
         for param in params:
             param.grad = None
-            if param in self._homes and param.grad_dtype != param.dtype:
-                param.grad_dtype = param.dtype
+        for param in self._widened:
+            param.grad = None
+            param.grad_dtype = param.dtype
+        self._widened.clear()
 
     def step(self, optimizer: Optimizer, call: Callable[[], Any], inverse_scale: Tensor | None = None) -> Any:
         """Step ``optimizer`` on the fp32 values with the gradients that the parameters hold, then round them again.

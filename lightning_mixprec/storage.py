@@ -106,6 +106,8 @@ class Bucket:
     Attributes:
         half: 16-bit [n], the memory of the parameters, at its end up to three elements of padding.
         used: Elements before that padding.
+        packed: Whether there is no padding between parameters.
+        index: Place of each parameter.
         master: fp32 [n], or None where the rung stores less.
         rest: int16 or int8 [n], the extra bits, or None.
 
@@ -136,6 +138,8 @@ class Bucket:
             self.starts.append(size)
             size += -(-param.numel() // alignment) * alignment
         self.used = size
+        self.packed = size == sum(param.numel() for param in self.params)
+        self.index = {param: place for place, param in enumerate(self.params)}
         size = -(-size // 4) * 4  # whole 64-bit words, for the fingerprint
         self.half = torch.zeros(size, dtype=dtype, device=device)
         self.master = torch.zeros(size, device=device) if masters == "fp32" else None

@@ -11,7 +11,8 @@ TORCH_ONLY = {
     "layers": set(),
     "storage": set(),
     "probe": set(),
-    "borrow": {"probe", "storage"},
+    "bucket_state": {"storage"},
+    "borrow": {"bucket_state", "probe", "storage"},
     "master": {"borrow", "storage"},
 }
 

@@ -1,0 +1,107 @@
+"""Optimizer state of a bucket: one flat tensor for each key inside a step, views of it for each parameter outside.
+
+Why it exists: an elementwise optimizer that steps on a whole bucket as one tensor keeps one state for it, while whoever
+looks at ``optimizer.state[param]`` or saves a checkpoint expects a state for each parameter. Both are the same memory.
+
+What it leaves out: stepping (:mod:`lightning_mixprec.borrow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mixprec.storage import Bucket
+
+
+class BucketState:
+    """Optimizer state of a bucket: one flat tensor for each key inside a step, views of it for each parameter outside.
+
+    Args:
+        bucket: The bucket whose parameters are meant.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._flat: dict[str, Any] | None = None  # what the optimizer sees inside a flat step
+        self._parts: list[dict[str, Any]] = []  # what it sees outside, one for each parameter
+        self._seen: dict[str, Any] = {}  # values of `_flat`, and of each part, as they were put there
+        self._items: list[tuple[Any, ...]] = []
+
+    def gather(self, state: Any) -> dict[str, Any] | None:
+        """Take the parameters' state out of ``state`` as one flat state; None, with nothing taken, if it is not one."""
+        parts = [state.get(param) for param in self.bucket.params]
+        if self._flat is None or not self._untouched(parts):
+            self._flat = self._flatten(parts)
+        if self._flat is not None:
+            for param in self.bucket.params:
+                state.pop(param, None)
+        return self._flat
+
+    def scatter(self, state: Any, flat: dict[str, Any]) -> None:
+        """Put ``flat`` back as the parameters' state."""
+        if self._parts and self._flat is not None and flat.keys() == self._parts[0].keys():
+            moved = [key for key, value in flat.items() if value is not self._seen.get(key)]
+        else:
+            moved = list(flat)
+            self._parts = [{} for _ in self.bucket.params]
+        for key in moved:
+            value = flat[key]
+            pieces = self.bucket.views(value) if self._is_elementwise(key, value) else [value] * len(self._parts)
+            for part, piece in zip(self._parts, pieces, strict=True):
+                part[key] = piece
+        self._flat, self._seen = flat, dict(flat)
+        self._items = [tuple(part.values()) for part in self._parts]
+        state.update(zip(self.bucket.params, self._parts, strict=True))
+
+    def release(self) -> None:
+        """Give each parameter scalars of its own: from here on they are stepped one by one."""
+        if self._flat is not None:
+            for part in self._parts[1:]:
+                part.update({k: v.clone() for k, v in part.items() if isinstance(v, Tensor) and v is self._flat[k]})
+        self._flat, self._parts = None, []
+
+    def _is_elementwise(self, key: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and key != "step" and value.shape == (self.bucket.numel,)
+
+    def _untouched(self, parts: Sequence[Any]) -> bool:
+        return len(self._parts) == len(parts) and all(
+            part is mine and len(part) == len(items) and all(map(_is, part.values(), items))
+            for part, mine, items in zip(parts, self._parts, self._items, strict=True)
+        )
+
+    def _flatten(self, parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        filled = [part for part in parts if part]
+        if not filled:
+            return {}
+        keys = filled[0].keys()
+        if len(filled) < len(parts) or any(part.keys() != keys for part in filled):
+            return None
+        flat: dict[str, Any] = {}
+        for key in keys:
+            values = [part[key] for part in filled]
+            shaped = all(
+                isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(values, self.bucket.params, strict=True)
+            )
+            if shaped and key != "step":
+                flat[key] = torch.zeros(self.bucket.numel, dtype=values[0].dtype, device=values[0].device)
+                for view, value in zip(self.bucket.views(flat[key]), values, strict=True):
+                    view.copy_(value)
+            elif all(_equal(value, values[0]) for value in values):
+                flat[key] = values[0].clone() if isinstance(values[0], Tensor) else values[0]
+            else:
+                return None
+        return flat
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
