@@ -15,6 +15,7 @@ flat state (:mod:`lightning_mixprec.bucket_state`) and the memory behind it (:mo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from lightning_mixprec.bucket_state import BucketState
 from lightning_mixprec.probe import classify
 from lightning_mixprec.storage import Bucket, Masters
 
+_MANY = 64  # parameters in a bucket that are stepped as one tensor
 _CALL_ELEMENTS = 2**22  # fp32 values in one call of a flat or shaped step: twice 16 MiB of scratch
 
 
@@ -142,12 +144,10 @@ class Borrower:
         return result
 
     def _layout(self, group: dict[str, Any]) -> _Layout:
-        known = self._layouts.get(id(group))
-        if (
-            known is None or known.params != group["params"]
-        ):  # compares identities; the lists of a group are short-lived
-            self._homes.enrol(group["params"])
-            known = _Layout(list(group["params"]), [], {})
+        known, params = self._layouts.get(id(group)), group["params"]
+        if known is None or len(known.params) != len(params) or not all(map(operator.is_, known.params, params)):
+            self._homes.enrol(params)
+            known = _Layout(list(params), [], {})
             for param in known.params:
                 home = self._homes.home(param)
                 if home is None:
@@ -194,31 +194,40 @@ class Borrower:
         if not params:
             yield []
             return
+        mark = scratch.mark()
         bucket.adopt()
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
         state = self._states.setdefault(bucket, BucketState(bucket))
-        complete = len(params) == len(bucket.params) and not any(grad.is_sparse for grad in grads if grad is not None)
-        flat_state = state.gather(self.optimizer.state) if self.way in ("kernel", "flat") and complete else None
+        dense = not any(grad.is_sparse for grad in grads if grad is not None)
+        # Vectorised kernels may round the last few elements of a tensor differently. As one tensor go those that are
+        # one anyway, and those so many that each on its own would cost more than its arithmetic.
+        as_one = len(params) == len(bucket.params) and dense and (len(params) == 1 or len(params) > _MANY)
+        flat_state = state.gather(self.optimizer.state) if as_one and self.way in ("kernel", "flat") else None
         room = None
         if flat_state is None:
             state.release()
             self._homes.unscale_gradients(params, inverse_scale)
-            stand_ins = {param: _stand_in(param, bucket.view(values, bucket.index[param])) for param in params}
-            self._exchange(stand_ins)
-            try:
-                yield list(stand_ins.values())
-            finally:
-                self._put_back(stand_ins.values())
+            lent = {param: _stand_in(param, bucket.view(values, bucket.index[param])) for param in params}
         else:
             whole = nn.Parameter(values)
             whole.grad = room = _gather_gradients(bucket, scratch.take(bucket), inverse_scale)
-            if self.way == "kernel":
-                _fused_adam(group, whole, room, flat_state)
+        if self.way == "kernel" and dense:
+            if flat_state is None:
+                _fused_adam(group, list(lent.values()), [self.optimizer.state[param] for param in params])
+            else:
+                _fused_adam(group, [whole], [flat_state])
                 state.scatter(self.optimizer.state, flat_state)
-                bucket.write(values, room)
-                scratch.reset()  # stays in the cache for the next bucket
-                yield []
-                return
+            bucket.write(values, room)  # while it is in the cache
+            scratch.reset(mark)
+            yield []
+            return
+        if flat_state is None:
+            self._exchange(lent)
+            try:
+                yield list(lent.values())
+            finally:
+                self._put_back(lent.values())
+        else:
             if flat_state:
                 self.optimizer.state[whole] = flat_state
             try:
@@ -308,10 +317,14 @@ class Scratch:
         self._taken.append(torch.empty(size, device=device))
         return self._taken[-1]
 
-    def reset(self) -> None:
-        """Take everything back."""
-        self._free += self._taken
-        self._taken.clear()
+    def mark(self) -> int:
+        """A point in time, for :meth:`reset`."""
+        return len(self._taken)
+
+    def reset(self, mark: int = 0) -> None:
+        """Take back what was taken since ``mark``."""
+        self._free += self._taken[mark:]
+        del self._taken[mark:]
 
 
 @contextmanager
@@ -355,22 +368,25 @@ def _has_fused_kernel(optimizer: Optimizer) -> bool:
     return exact and all(group["fused"] and not group["differentiable"] for group in optimizer.param_groups)
 
 
-def _fused_adam(group: dict[str, Any], whole: nn.Parameter, grad: Tensor, state: dict[str, Any]) -> None:
-    """Torch's fused Adam or AdamW on one flat parameter, without the bookkeeping of ``optimizer.step``."""
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=whole.device)
-        state["exp_avg"] = torch.zeros_like(whole)
-        state["exp_avg_sq"] = torch.zeros_like(whole)
-        if group["amsgrad"]:
-            state["max_exp_avg_sq"] = torch.zeros_like(whole)
+def _fused_adam(group: dict[str, Any], params: list[nn.Parameter], states: list[dict[str, Any]]) -> None:
+    """Torch's fused Adam or AdamW on fp32 parameters, without the bookkeeping of ``optimizer.step``."""
+    for param, state in zip(params, states, strict=True):
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
+            if group["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
     beta1, beta2 = group["betas"]
+    values: list[Any] = list(params)
+    grads: list[Any] = [param.grad for param in params]
     adam(
-        [whole],
-        [grad],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [state["max_exp_avg_sq"]] if group["amsgrad"] else [],
-        [state["step"]],
+        values,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+        [state["step"] for state in states],
         foreach=False,
         fused=True,
         capturable=group["capturable"],

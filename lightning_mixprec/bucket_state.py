@@ -8,6 +8,7 @@ What it leaves out: stepping (:mod:`lightning_mixprec.borrow`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class BucketState:
 
     def _untouched(self, parts: Sequence[Any]) -> bool:
         return len(self._parts) == len(parts) and all(
-            part is mine and len(part) == len(items) and all(map(_is, part.values(), items))
+            part is mine and len(part) == len(items) and all(map(operator.is_, part.values(), items))
             for part, mine, items in zip(parts, self._parts, self._items, strict=True)
         )
 
@@ -95,10 +96,6 @@ class BucketState:
             else:
                 return None
         return flat
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -36,7 +36,8 @@ def classify(optimizer: Optimizer) -> tuple[Way, str]:
     for index, group in enumerate(optimizer.param_groups):
         if group["params"]:
             try:
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                # Eager: optimizers that compile their step (torchao's) would compile it for the trial tensors.
+                with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                     ways.append(_classify_group(optimizer, index))
             except Exception as error:  # whatever an optimizer dislikes about being tried, it is its own business
                 ways.append(("whole", f"it could not be tried on small tensors ({type(error).__name__}: {error})"))
@@ -65,6 +66,8 @@ def _classify_group(optimizer: Optimizer, index: int) -> tuple[Way, str]:
     apart, *_ = _try(optimizer, index, [[w] for w in start], [[[g] for g in step] for step in grads])
     if not _same(together, apart):
         return "whole", "a step on one parameter depends on the others"
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return "shaped", ""  # it may treat tensors by their size (quantised state, say), which small ones do not show
     flat, *_ = _try(
         optimizer,
         index,

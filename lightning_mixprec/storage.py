@@ -20,6 +20,7 @@ What it leaves out: optimizers (:mod:`lightning_mixprec.borrow`) and modules (:m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -37,11 +38,11 @@ def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, gener
 
     Args:
         values: fp32 [n], contiguous. Used as scratch: holds garbage afterwards.
-        half: bf16 [n], written with ``values`` rounded half up in magnitude (``extra`` = 16 or 8 bits of remainder) or
-            stochastically (``extra`` = 0).
+        half: bf16 [n], written.
         rest: int16 [n] for 16 extra bits, int8 [n] for 8, None for 0; written.
         extra: 16, 8 or 0.
-        generator: Source of the stochastic rounding on the tensors' device; unused for 16 extra bits.
+        generator: Source of the stochastic rounding, on the tensors' device; None rounds to nearest instead. Unused
+            for 16 extra bits, which hold everything.
 
     Example:
         >>> half, rest = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
@@ -51,7 +52,9 @@ def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, gener
     """
     bits = values.view(torch.int32)
     dropped = 16 - extra
-    if dropped:
+    if dropped and generator is None:
+        bits.add_(1 << (dropped - 1)).bitwise_and_(-(1 << dropped))
+    elif dropped:
         words = torch.empty(-(-values.numel() * dropped // 64), dtype=torch.int64, device=values.device)
         words.random_(-(2**63), None, generator=generator)
         bits.add_(words.view(torch.int16 if dropped == 16 else torch.uint8)[: values.numel()])
@@ -106,7 +109,7 @@ class Bucket:
     Attributes:
         half: 16-bit [n], the memory of the parameters, at its end up to three elements of padding.
         used: Elements before that padding.
-        packed: Whether there is no padding between parameters.
+        packed: Whether contiguous tensors of the parameters' shapes, end to end, are in the bucket's order.
         index: Place of each parameter.
         master: fp32 [n], or None where the rung stores less.
         rest: int16 or int8 [n], the extra bits, or None.
@@ -138,7 +141,7 @@ class Bucket:
             self.starts.append(size)
             size += -(-param.numel() // alignment) * alignment
         self.used = size
-        self.packed = size == sum(param.numel() for param in self.params)
+        self.packed = size == sum(param.numel() for param in self.params if param.is_contiguous())
         self.index = {param: place for place, param in enumerate(self.params)}
         size = -(-size // 4) * 4  # whole 64-bit words, for the fingerprint
         self.half = torch.zeros(size, dtype=dtype, device=device)
@@ -153,7 +156,7 @@ class Bucket:
             self.view(flat, index).copy_(value)
         self._ready = False
         self._alias()
-        self.write(flat)
+        self.write(flat, stochastic=False)
         self._ready = True
 
     @property
@@ -177,15 +180,18 @@ class Bucket:
         out = torch.empty(self.numel, device=self.half.device) if out is None else out
         return decode_(self.half, self.rest, EXTRA_BITS[self.masters], out)
 
-    def write(self, values: Tensor, scratch: Tensor | None = None) -> None:
+    def write(self, values: Tensor, scratch: Tensor | None = None, *, stochastic: bool = True) -> None:
         """Store all fp32 values and round them into the parameters.
 
         Args:
             values: fp32 [n]; :attr:`master` itself, or a tensor that holds garbage afterwards.
             scratch: fp32 [n], overwritten; saves an allocation.
+            stochastic: Round without bias, as the result of a step must be, where the rung cannot hold everything.
+                False rounds to nearest: values that come once, from outside.
         """
         if self.master is None:
-            encode_(values, self.half, self.rest, EXTRA_BITS[self.masters], self.generator)
+            generator = self.generator if stochastic else None
+            encode_(values, self.half, self.rest, EXTRA_BITS[self.masters], generator)
         else:
             if values is not self.master:
                 self.master.copy_(values)
@@ -202,7 +208,7 @@ class Bucket:
         return flat.as_strided(*self._layouts[index])
 
     def set_values_of(self, index: int, value: Tensor) -> None:
-        """Store fp32 values of one parameter and round them into it."""
+        """Store fp32 values of one parameter, to nearest, and round them into it."""
         span = self._span(index)
         if self.master is not None:
             self.view(self.master, index).copy_(value)
@@ -210,7 +216,7 @@ class Bucket:
         else:
             flat = torch.zeros(span.stop - span.start, device=self.half.device)
             flat.as_strided(*self._layouts[index]).copy_(value)
-            encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], self.generator)
+            encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], None)
         self._fingerprint = self._take_fingerprint()
 
     def adopt(self) -> None:
@@ -236,15 +242,13 @@ class Bucket:
     def _take_fingerprint(self) -> Tensor:
         """A number, int64 [], that depends on the parameters' bits and on where they stand: shows whether any changed.
 
-        Sums of 64-bit words over a prime number of columns, each column with a weight of its own, in one pass.
+        Sums of 64-bit words over short rows, each row with an odd weight of its own: one pass at the speed of memory.
         """
         words = self.half.view(torch.int64)
-        columns = max(1, min(1021, words.numel()))
-        rows = words.numel() // columns
-        sums = words[: rows * columns].view(rows, columns).sum(0)
-        tail = words[rows * columns :]
-        sums[: tail.numel()] += tail
-        return (sums * torch.arange(1, 2 * columns, 2, device=words.device)).sum()
+        width = 64 if words.numel() > 4096 else 1
+        rows = words.numel() // width
+        sums = words[: rows * width].view(rows, width).sum(1)
+        return torch.dot(sums, _odd_numbers(rows, words.device)) + words[rows * width :].sum()
 
     def _span(self, index: int) -> slice:
         return slice(self.starts[index], self.starts[index] + self.params[index].numel())
@@ -262,6 +266,11 @@ class Bucket:
                 if self._ready:  # replaced from outside: what differs from before is taken over exactly
                     kept = given.to(self.dtype) == view
                     self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
+
+
+@lru_cache(maxsize=8)
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * count, 2, device=device)
 
 
 def _layout(param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
