@@ -145,7 +145,12 @@ class Borrower:
 
     def _layout(self, group: dict[str, Any]) -> _Layout:
         known, params = self._layouts.get(id(group)), group["params"]
-        if known is None or len(known.params) != len(params) or not all(map(operator.is_, known.params, params)):
+        if (
+            known is None
+            or len(known.params) != len(params)
+            or not all(map(operator.is_, known.params, params))
+            or any(param.requires_grad and param.element_size() == 2 for param in known.own)  # unfrozen since
+        ):
             self._homes.enrol(params)
             known = _Layout(list(params), [], {})
             for param in known.params:

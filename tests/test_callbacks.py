@@ -9,10 +9,15 @@ from torch import nn
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision, PrecisionMonitor
 
-PRECISIONS = ["fp32", "bf16", "fp16"]
+PRECISIONS = ["fp32", "bf16", "fp16", "bf16-split"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def make_plugin(precision):
+    compute, _, masters = precision.partition("-")
+    return MasterWeightPrecision(compute, masters=masters or "fp32")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-split", "bf16-split24"])
 def test_average_moves_where_a_half_average_would_not(precision):
     """T57: 1000 updates from 1.0 towards weights of 1.1 at decay 0.999 give 1.06323."""
 
@@ -29,7 +34,7 @@ def test_average_moves_where_a_half_average_would_not(precision):
             return self.net(batch).float().sum() * 0
 
     ema = MasterWeightAveraging(decay=0.999)
-    trainer = make_trainer(MasterWeightPrecision(precision), callbacks=ema)
+    trainer = make_trainer(make_plugin(precision), callbacks=ema)
     trainer.fit(Constant(), loader([torch.ones(1, 1)] * 1000))
     average = ema.averages["net.weight"]
     assert average.dtype == torch.float32
@@ -50,7 +55,7 @@ def test_average_follows_the_masters_on_real_steps_only(precision, avg_fn):
     ema = MasterWeightAveraging(decay=0.9, avg_fn=avg_fn)
     module = make_module(bad={0, 3})
     expected = {name: value.clone() for name, value in module.state_dict().items()}
-    make_trainer(MasterWeightPrecision(precision), callbacks=[ema, Masters()]).fit(module, loader(make_batches(6)))
+    make_trainer(make_plugin(precision), callbacks=[ema, Masters()]).fit(module, loader(make_batches(6)))
     for n, index in enumerate((1, 2, 4, 5)):
         for name, value in weights[index].items():
             new = expected[name].lerp(value, 0.1) if avg_fn is None else avg_fn(expected[name], value, n)
@@ -80,13 +85,33 @@ def test_validation_uses_the_average_and_checkpoints_label_both_right(precision,
     module, saves = Validates(), Saves()
     callbacks = [saves, ema] if saver_first else [ema, saves]
     # In either order the average is updated before `saves` looks: Lightning calls it first if it comes first.
-    trainer = make_trainer(MasterWeightPrecision(precision), callbacks=callbacks, num_sanity_val_steps=0)
+    trainer = make_trainer(make_plugin(precision), callbacks=callbacks, num_sanity_val_steps=0)
     trainer.fit(module, loader(make_batches(4)), loader(make_batches(1)))
     checkpoint = torch.load(tmp_path / "mid.ckpt", weights_only=True)
     assert_same(checkpoint["state_dict"], saves.raw)
     assert_same(checkpoint["averaged_state_dict"], ema.averages)
     assert_same(module.used, ema.averages)
     assert_same(snapshot(module), saves.raw)
+
+
+@pytest.mark.parametrize("precision", ["bf16-split24", "bf16-none"])
+def test_validation_loses_nothing_on_rungs_that_round(precision):
+    """The average in its place is rounded for the forward; raw weights and average come back bit for bit."""
+
+    class Watches(TinyModule):
+        def on_validation_start(self):
+            self.before = (snapshot(self), {k: v.clone() for k, v in ema.averages.items()})
+
+        def on_validation_end(self):
+            self.after = (snapshot(self), {k: v.clone() for k, v in ema.averages.items()})
+
+    ema = MasterWeightAveraging(decay=0.5)
+    torch.manual_seed(0)
+    module = Watches()
+    trainer = make_trainer(make_plugin(precision), callbacks=ema, num_sanity_val_steps=0)
+    trainer.fit(module, loader(make_batches(3)), loader(make_batches(1)))
+    assert_same(module.before[0], module.after[0])
+    assert_same(module.before[1], module.after[1])
 
 
 def test_interrupted_validation_puts_the_weights_back():

@@ -33,6 +33,7 @@ from lightning_mixprec import (
 )
 
 HALVES = ["bf16", "fp16"]
+RUNGS = ["fp32", "split", "split24", "none"]
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -397,8 +398,9 @@ def test_module_is_as_found_after_fit(precision):
     assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
 
 
+@pytest.mark.parametrize("rung", ["fp32", "split"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_module_is_fp32_after_an_exception(error):
+def test_module_is_fp32_after_an_exception(error, rung):
     class Fails(TinyModule):
         def training_step(self, batch, batch_idx):
             if batch_idx == 2:
@@ -409,9 +411,39 @@ def test_module_is_fp32_after_an_exception(error):
     module = Fails(OPTIMIZERS["adamw"])
     expected, *_ = reference_train(module.net, make_batches(2), "bf16", OPTIMIZERS["adamw"])
     with pytest.raises((error, SystemExit)):
-        fit(MasterWeightPrecision("bf16"), module, make_batches(4))
+        fit(MasterWeightPrecision("bf16", masters=rung), module, make_batches(4))
     assert type(module) is Fails
     assert_same(snapshot(module.net), expected)
+
+
+@pytest.mark.parametrize("unfreeze_at", [1, 2])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_half_parameters_unfrozen_in_mid_training_get_masters(rung, unfreeze_at):
+    """T16: frozen weights that were given in bf16 must not train in true half once they are unfrozen."""
+
+    class Unfreezes(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net.proj.bfloat16().requires_grad_(False)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == unfreeze_at:
+                self.net.proj.requires_grad_(True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-4)  # too small to move a bf16 weight
+
+    torch.manual_seed(0)
+    module = Unfreezes()
+    before = module.net.proj.weight.detach().float().clone()
+    states = Probe(lambda _, m: snapshot(m)["net.proj.weight"])
+    fit(MasterWeightPrecision("bf16", masters=rung), module, make_batches(6), callbacks=states)
+    moved = [not torch.equal(state.float(), before) for state in states.seen]
+    assert moved[:unfreeze_at] == [False] * unfreeze_at
+    if rung != "none":
+        assert all(moved[unfreeze_at:])
+    assert states.seen[-1].dtype == torch.float32
+    assert module.net.proj.weight.dtype == torch.float32
 
 
 def test_module_given_in_half_trains_with_masters():
@@ -526,7 +558,8 @@ def test_weights_edited_from_outside_are_adopted_and_the_rest_keeps_its_bits():
     assert torch.equal(seen["loaded"], torch.full((8, 8), 0.1))  # all fp32 bits of 0.1
 
 
-def test_parameter_without_gradient_does_not_move():
+@pytest.mark.parametrize("rung", RUNGS)
+def test_parameter_without_gradient_does_not_move(rung):
     """T17: no weight decay, no stale momentum."""
 
     class Branches(TinyModule):
@@ -547,13 +580,14 @@ def test_parameter_without_gradient_does_not_move():
 
     module = Branches()
     before = module.other.weight.detach().clone()
-    fit(MasterWeightPrecision("bf16"), module, [torch.ones(2, 4)] * 3)
+    fit(MasterWeightPrecision("bf16", masters=rung), module, [torch.ones(2, 4)] * 3)
     assert not torch.equal(module.seen[0], before)
     assert torch.equal(module.seen[0], module.seen[1])
     assert torch.equal(module.seen[1], module.seen[2])
 
 
-def test_layers_unfrozen_during_training_train():
+@pytest.mark.parametrize("rung", RUNGS)
+def test_layers_unfrozen_during_training_train(rung):
     """T16: Lightning's BaseFinetuning adds a parameter group in mid-training."""
 
     class Unfreeze(BaseFinetuning):
@@ -574,14 +608,15 @@ def test_layers_unfrozen_during_training_train():
     torch.manual_seed(0)
     module = Trainable()
     start = snapshot(module.net.proj)
-    trainer = make_trainer(MasterWeightPrecision("bf16"), max_epochs=2, callbacks=Unfreeze())
+    trainer = make_trainer(MasterWeightPrecision("bf16", masters=rung), max_epochs=2, callbacks=Unfreeze())
     trainer.fit(module, loader(make_batches(2)))
     assert_same(module.seen[0], start)
     assert not torch.equal(module.seen[1]["weight"], start["weight"])
     assert module.seen[1]["weight"].dtype == torch.float32
 
 
-def test_frozen_parameters_are_bit_for_bit_as_given():
+@pytest.mark.parametrize("rung", RUNGS)
+def test_frozen_parameters_are_bit_for_bit_as_given(rung):
     """Ruling 3, T99: no master, the dtype given, before, during and after."""
     module = make_module()
     module.net.conv_in.requires_grad_(False)
@@ -589,7 +624,7 @@ def test_frozen_parameters_are_bit_for_bit_as_given():
     module.make_optimizer = lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1)
     before = snapshot(module)
     mid = Probe(lambda _, m: snapshot(m))
-    plugin = MasterWeightPrecision("bf16")
+    plugin = MasterWeightPrecision("bf16", masters=rung)
     counts = Probe(lambda trainer, _: len(trainer.precision_plugin.master_weights))
     fit(plugin, module, make_batches(2), callbacks=[mid, counts])
     assert counts.seen[0] == 2  # proj.weight and proj.bias
@@ -599,7 +634,8 @@ def test_frozen_parameters_are_bit_for_bit_as_given():
             assert torch.equal(state[name], before[name])
 
 
-def test_tied_parameters_have_one_master():
+@pytest.mark.parametrize("rung", RUNGS)
+def test_tied_parameters_have_one_master(rung):
     """One parameter, one master, tied after steps, save and load."""
 
     class Tied(TinyModule):
@@ -613,7 +649,7 @@ def test_tied_parameters_have_one_master():
 
     module = Tied()
     count = Probe(lambda trainer, _: len(trainer.precision_plugin.master_weights))
-    fit(MasterWeightPrecision("bf16"), module, [torch.arange(5)] * 2, callbacks=count)
+    fit(MasterWeightPrecision("bf16", masters=rung), module, [torch.arange(5)] * 2, callbacks=count)
     assert count.seen == [1, 1]
     assert module.net[0].weight is module.net[1].weight
 
