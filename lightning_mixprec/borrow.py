@@ -25,11 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_mixprec.bucket_state import BucketState
-from lightning_mixprec.probe import classify
+from lightning_mixprec.probe import classify, without_step_hooks
 from lightning_mixprec.storage import Bucket, Masters
 
+_HALF = (torch.float16, torch.bfloat16)
 _MANY = 64  # parameters in a bucket that are stepped as one tensor
 _CALL_ELEMENTS = 2**22  # fp32 values in one call of a flat or shaped step: twice 16 MiB of scratch
 
@@ -39,6 +41,9 @@ class Homes(Protocol):
 
     def home(self, param: nn.Parameter) -> tuple[Bucket, int] | None:
         """Bucket and place of ``param``, or None if it is its own fp32 value."""
+
+    def stand_in(self, param: nn.Parameter) -> nn.Parameter:
+        """The fp32 parameter that optimizers see in place of ``param``."""
 
     def enrol(self, params: Iterable[nn.Parameter]) -> None:
         """Give a home to 16-bit parameters that have none."""
@@ -80,8 +85,9 @@ class Borrower:
         self._states: dict[Bucket, BucketState] = {}
         self._layouts: dict[int, _Layout] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # stand-in -> parameter, while a window is open
-        _refuse_wrapper(optimizer)
-        _widen_constructor_state(optimizer)
+        _refuse_foreign_state(optimizer)
+        for state in optimizer.state.values():  # made from 16-bit parameters, by an optimizer that was made in mid-fit
+            state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in _HALF})
         way, reason = classify(optimizer)
         self.way: str = "kernel" if way == "flat" and _has_fused_kernel(optimizer) else way
         if way == "whole" and masters != "fp32":
@@ -94,10 +100,14 @@ class Borrower:
             optimizer.register_load_state_dict_post_hook(self._after_load),
             optimizer.register_state_dict_post_hook(_own_scalars),
         ]
-        # Optimizers with modes (schedule-free) write weights and read state outside a step: also inside a window.
-        self._modes = [name for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
-        for name in self._modes:
-            setattr(optimizer, name, partial(self._step_whole, getattr(optimizer, name)))
+        # Optimizers with modes (schedule-free) write weights and read state outside a step: also inside a window. The
+        # class is exchanged, not the methods of the instance, because Lightning's wrapper calls those of the class.
+        self._class = type(optimizer)
+        modes = {name: _in_window(name) for name in ("train", "eval") if callable(getattr(optimizer, name, None))}
+        if modes:
+            names = {"__module__": self._class.__module__, "__qualname__": self._class.__qualname__}
+            optimizer.__class__ = type(self._class.__name__, (self._class,), {**modes, **names})
+            optimizer.__dict__["_mixprec_borrower"] = self
 
     def close(self) -> None:
         """Hand the optimizer back: the module's parameters, state of their own, no hooks."""
@@ -106,8 +116,8 @@ class Borrower:
             state.release()
         for handle in self._handles:
             handle.remove()
-        for name in self._modes:
-            delattr(self.optimizer, name)
+        self.optimizer.__class__ = self._class
+        self.optimizer.__dict__.pop("_mixprec_borrower", None)
 
     # The step
 
@@ -116,12 +126,33 @@ class Borrower:
         """One step; see :meth:`lightning_mixprec.master.MasterWeights.step`."""
         groups = list(self.optimizer.param_groups)
         layouts = [self._layout(group) for group in groups]
-        hooked = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        hooked = _step_hooks(self.optimizer, "pre") or _step_hooks(self.optimizer, "post")
         standing = all(bucket.master is not None for layout in layouts for bucket in layout.places)
-        if self.way == "whole" or (self.way != "kernel" and hooked and standing):  # hooks expect one call
+        if self.way == "whole" or (hooked and standing):
             for layout in layouts:
                 self._homes.unscale_gradients(layout.params, inverse_scale)
             return self._step_whole(call)
+        if not hooked:
+            return self._step_in_parts(groups, layouts, call, inverse_scale)
+        # Hooks expect one call, with everything in place: they get it around the parts, with the module's parameters.
+        for layout in layouts:
+            self._homes.unscale_gradients(layout.params, inverse_scale)
+        for hook in _step_hooks(self.optimizer, "pre"):
+            if hook(self.optimizer, (), {}) is not None:
+                raise ValueError(f"A step hook of {self._class.__name__} changes arguments; use masters='fp32'.")
+        with without_step_hooks(self.optimizer):
+            result = self._step_in_parts(groups, layouts, call, None)
+        for hook in _step_hooks(self.optimizer, "post"):
+            hook(self.optimizer, (), {})
+        return result
+
+    def _step_in_parts(
+        self,
+        groups: list[dict[str, Any]],
+        layouts: list[_Layout],
+        call: Callable[[], Any],
+        inverse_scale: Tensor | None,
+    ) -> Any:
         scratch = Scratch()
         result = None
         try:
@@ -212,13 +243,14 @@ class Borrower:
         if flat_state is None:
             state.release()
             self._homes.unscale_gradients(params, inverse_scale)
-            lent = {param: _stand_in(param, bucket.view(values, bucket.index[param])) for param in params}
+            lent = {param: self._show(param, bucket.view(values, bucket.index[param])) for param in params}
         else:
             whole = nn.Parameter(values)
             whole.grad = room = _gather_gradients(bucket, scratch.take(bucket), inverse_scale)
         if self.way == "kernel" and dense:
             if flat_state is None:
                 _fused_adam(group, list(lent.values()), [self.optimizer.state[param] for param in params])
+                self._hide(bucket, values, lent)
             else:
                 _fused_adam(group, [whole], [flat_state])
                 state.scatter(self.optimizer.state, flat_state)
@@ -232,43 +264,62 @@ class Borrower:
                 yield list(lent.values())
             finally:
                 self._put_back(lent.values())
+                self._hide(bucket, values, lent)
         else:
             if flat_state:
                 self.optimizer.state[whole] = flat_state
             try:
                 yield [whole]
             finally:
+                _take_replaced(whole, values)
                 state.scatter(self.optimizer.state, self.optimizer.state.pop(whole, flat_state))
         bucket.write(values, room)
 
     @torch.no_grad()
     def _step_whole(self, call: Callable[[], Any]) -> Any:
         """Run ``call`` while the optimizer holds an fp32 tensor in place of every 16-bit parameter."""
+        lent: dict[Bucket, dict[nn.Parameter, nn.Parameter]] = {}
         values: dict[Bucket, Tensor] = {}
-        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         for group in self.optimizer.param_groups:
             for bucket, places in self._layout(group).places.items():
-                bucket.adopt()
-                self._states.setdefault(bucket, BucketState(bucket)).release()
-                values[bucket] = bucket.read()
+                if bucket not in values:
+                    bucket.adopt()
+                    self._states.setdefault(bucket, BucketState(bucket)).release()
+                    values[bucket] = bucket.read()
                 for place in places:
                     param = bucket.params[place]
-                    stand_ins[param] = _stand_in(param, bucket.view(values[bucket], place))
-        with self._all_replaced(stand_ins):
-            result = call()
-        for bucket, value in values.items():
-            bucket.write(value)
-        return result
-
-    # Windows in which the optimizer holds stand-ins
-
-    @contextmanager
-    def _all_replaced(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        self._replace_all(stand_ins)
+                    shown = self._show(param, bucket.view(values[bucket], place))
+                    lent.setdefault(bucket, {})[param] = shown
+        everything = {param: stand_in for shown in lent.values() for param, stand_in in shown.items()}
+        self._replace_all(everything)
         try:
-            yield
+            return call()
         finally:
             self._put_back()
+            for bucket, value in values.items():
+                self._hide(bucket, value, lent[bucket])
+                bucket.write(value)
+
+    def _show(self, param: nn.Parameter, view: Tensor) -> nn.Parameter:
+        """The stand-in of ``param``, with the given memory and the gradient of ``param``."""
+        stand_in = self._homes.stand_in(param)
+        if stand_in.data_ptr() != view.data_ptr():
+            stand_in.data = view
+        stand_in.grad = param.grad if param.grad is not None and param.grad.dtype == torch.float32 else None
+        stand_in.requires_grad_(param.requires_grad)
+        if param.__dict__:
+            stand_in.__dict__.update(param.__dict__)
+        return stand_in
+
+    def _hide(self, bucket: Bucket, values: Tensor, lent: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Drop gradient and scratch memory of stand-ins; what an optimizer put in place of ``data`` counts."""
+        for param, stand_in in lent.items():
+            _take_replaced(stand_in, bucket.view(values, bucket.index[param]))
+            stand_in.grad = None
+            if bucket.master is None:
+                stand_in.data = torch.zeros((), device=values.device).expand(stand_in.shape)
+
+    # Windows in which the optimizer holds stand-ins
 
     def _replace_all(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
         self._exchange(stand_ins)
@@ -296,9 +347,7 @@ class Borrower:
         for state in self._states.values():
             state.release()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        stand_ins = {
-            p: nn.Parameter(torch.empty((), device=p.device).expand(p.shape)) for p in params if self._homes.home(p)
-        }
+        stand_ins = {param: self._homes.stand_in(param) for param in params if self._homes.home(param)}
         self._replace_all(stand_ins)
 
     def _after_load(self, _: Optimizer) -> None:
@@ -342,13 +391,11 @@ def _holding(group: dict[str, Any], params: list[nn.Parameter]) -> Iterator[None
         group["params"][:] = kept
 
 
-def _stand_in(param: nn.Parameter, view: Tensor) -> nn.Parameter:
-    """An fp32 parameter for an optimizer to step on: values in ``view``, gradient and marks of ``param``."""
-    stand_in = nn.Parameter(view)
-    stand_in.__dict__.update(param.__dict__)  # marks that optimizers look for, such as `no_weight_decay`
-    if param.grad is not None and param.grad.dtype == torch.float32:
-        stand_in.grad = param.grad
-    return stand_in
+def _take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:
+    """Some optimizers assign ``p.data = ...`` instead of writing into it."""
+    if stand_in.data_ptr() != view.data_ptr():
+        view.copy_(stand_in.data.view_as(view))
+        stand_in.data = view
 
 
 def _gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) -> Tensor:
@@ -366,6 +413,12 @@ def _gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None)
     if inverse_scale is not None and grads[0].dtype != torch.float32:
         out.mul_(inverse_scale)
     return out
+
+
+def _step_hooks(optimizer: Optimizer, kind: str) -> list[Callable[..., Any]]:
+    own = getattr(optimizer, f"_optimizer_step_{kind}_hooks")
+    everywhere = _global_optimizer_pre_hooks if kind == "pre" else _global_optimizer_post_hooks
+    return [*everywhere.values(), *own.values()]
 
 
 def _has_fused_kernel(optimizer: Optimizer) -> bool:
@@ -418,27 +471,32 @@ def _own_scalars(_: Optimizer, state_dict: dict[str, Any]) -> None:
                 state_dict["state"][key] = {**entry, **shared}
 
 
-def _refuse_wrapper(optimizer: Optimizer) -> None:
-    inner = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
-    if inner:
-        raise ValueError(
-            f"{type(optimizer).__name__} wraps another optimizer (in {inner[0]!r}) and changes weights behind its "
-            "back, which fp32 masters cannot follow. Use the inner optimizer; MasterWeightAveraging averages weights."
-        )
-
-
-def _widen_constructor_state(optimizer: Optimizer) -> None:
-    """State made in a constructor was made from 16-bit parameters: make it fp32.
-
-    A constant that a setting such as `initial_accumulator_value` (Adagrad) rounds to is that setting.
-    """
+def exchange(optimizer: Optimizer, replacement: Mapping[Any, nn.Parameter]) -> None:
+    """Replace parameters in an optimizer's groups and as keys of its state, in place."""
     for group in optimizer.param_groups:
-        initial = [value for key, value in group.items() if key.startswith("init") and isinstance(value, float)]
-        for param in group["params"]:
-            for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-                    wide = value.float()
-                    for setting in initial:
-                        if bool((value == torch.tensor(setting, dtype=value.dtype)).all()):
-                            wide.fill_(setting)
-                    optimizer.state[param][key] = wide
+        group["params"][:] = [replacement.get(param, param) for param in group["params"]]
+    items = list(optimizer.state.items())
+    optimizer.state.clear()
+    optimizer.state.update((replacement.get(key, key), value) for key, value in items)
+
+
+def _in_window(name: str) -> Callable[..., Any]:
+    """A method that runs the one of the same name with fp32 weights in place of the 16-bit parameters."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self.__dict__.get("_optimizer", self)  # Lightning's wrapper calls this with itself
+        borrower: Borrower = optimizer._mixprec_borrower
+        return borrower._step_whole(partial(getattr(borrower._class, name), optimizer, *args, **kwargs))
+
+    return method
+
+
+def _refuse_foreign_state(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds another one, which would step on weights behind its back."""
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        if name not in ("state", "param_groups") and any(isinstance(each, Optimizer) for each in values):
+            raise ValueError(
+                f"{type(optimizer).__name__} wraps another optimizer (in {name!r}) and changes weights behind its "
+                "back, which masters cannot follow. Use the inner optimizer; MasterWeightAveraging averages weights."
+            )

@@ -21,9 +21,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Swapped(nn.Module):
-    """Base of the classes below. ``_mixprec`` is (device type, compute dtype), set on the instance by :func:`swap_`."""
+    """Base of the classes below. ``_mixprec`` is (device type, compute dtype), set on the instance by :func:`swap_`.
 
-    _mixprec: tuple[str, torch.dtype]
+    An instance made from the class itself (``type(layer)(...)``) has none, and is a plain one.
+    """
+
+    _mixprec: tuple[str, torch.dtype] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class does not exist under its name in any module, so pickle and deepcopy are told how to make it.
@@ -47,8 +50,8 @@ class Fp32Layer(_Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the original class, in fp32."""
-        device_type, _ = self._mixprec
-        if not torch.is_autocast_enabled(device_type):
+        device_type = self._mixprec[0] if self._mixprec is not None else None
+        if device_type is None or not torch.is_autocast_enabled(device_type):
             return super().forward(*widen(args), **widen(kwargs))
         with torch.autocast(device_type, enabled=False):
             return super().forward(*widen(args), **widen(kwargs))
@@ -68,6 +71,8 @@ class NormLayer(_Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the original class; fp32 inside, compute dtype outside."""
+        if self._mixprec is None:
+            return super().forward(*args, **kwargs)
         device_type, compute = self._mixprec
         with torch.autocast(device_type, enabled=False):
             if (
@@ -92,6 +97,8 @@ class ComputeLayer(_Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the original class, under autocast to the compute dtype."""
+        if self._mixprec is None:
+            return super().forward(*args, **kwargs)
         with compute_context(*self._mixprec):
             return super().forward(*args, **kwargs)
 
@@ -112,7 +119,9 @@ def compute_context(device_type: str, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 
-def swap_(module: nn.Module, kind: type[_Swapped], device_type: str, compute: torch.dtype) -> nn.Module:
+def swap_(
+    module: nn.Module, kind: type[_Swapped], device_type: str, compute: torch.dtype, *, wraps_forward: bool = True
+) -> nn.Module:
     """Exchange the class of ``module`` in place for a subclass of the given kind, and return it.
 
     Args:
@@ -120,32 +129,33 @@ def swap_(module: nn.Module, kind: type[_Swapped], device_type: str, compute: to
         kind: :class:`Fp32Layer`, :class:`NormLayer` or :class:`ComputeLayer`.
         device_type: Type of the device it will run on, such as ``"cuda"``.
         compute: Compute dtype of its surroundings.
+        wraps_forward: Whether the kind's ``forward`` has to be the one that is called.
 
     Raises:
         TypeError: If ``forward`` was replaced on the instance or compiled to TorchScript: the class would not be asked.
     """
     _drop_own_forward(module)
-    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
+    if wraps_forward and (isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__):
         raise TypeError(
             f"{type(module).__name__} has a forward of its own (TorchScript, or assigned on the instance), which "
             f"{kind.__name__} cannot wrap. Define forward in a class, or take the layer out of the fp32 entries."
         )
-    if not isinstance(module, _Swapped):
+    if "_mixprec" not in module.__dict__:
         module.__class__ = _subclass(kind, type(module))
         module.__dict__["_mixprec"] = (device_type, compute)
     return module
 
 
-def restore_(module: nn.Module) -> nn.Module:
-    """Give ``module`` and everything below it its own class back, in place, and return it.
+def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
+    """Give ``module`` and (unless told otherwise) everything below it its own class back, in place, and return it.
 
     Example:
         >>> layer = swap_(nn.Linear(2, 2), Fp32Layer, "cpu", torch.bfloat16)
         >>> type(restore_(layer)) is nn.Linear
         True
     """
-    for each in module.modules():
-        if isinstance(each, _Swapped):
+    for each in module.modules() if below else [module]:
+        if isinstance(each, _Swapped) and "_mixprec" in each.__dict__:
             _drop_own_forward(each)
             each.__class__ = type(each).__bases__[1]
             del each.__dict__["_mixprec"]
@@ -177,6 +187,8 @@ def widen(value: Any) -> Any:
 def _narrow(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype == torch.float32 else value
+    if type(value) is dict:
+        return {key: _narrow(item, dtype) for key, item in value.items()}
     return type(value)(_narrow(item, dtype) for item in value) if type(value) in (tuple, list) else value
 
 

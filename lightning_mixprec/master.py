@@ -16,7 +16,8 @@ is 16-bit (:mod:`lightning_mixprec.policy`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mixprec.borrow import Borrower
+from lightning_mixprec.borrow import Borrower, exchange
 from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -64,8 +65,11 @@ class MasterWeights:
         self.masters = masters
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._pending: dict[nn.Parameter, Tensor] = {}  # fp32 values before `allocate`
-        self._homes: dict[nn.Parameter, tuple[Bucket, int]] = {}  # and after it
+        # An fp32 parameter for each 16-bit one: what optimizers are made with and step on. Its memory is the master,
+        # where there is one, or scratch that it is given for the length of a step.
+        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        self._homes: dict[nn.Parameter, tuple[Bucket, int]] = {}  # once allocated
+        self._settled = False
         self._as_given: dict[nn.Parameter, Tensor] = {}  # frozen parameter computing in fp32 -> its 16-bit original
         self._borrowers: dict[Optimizer, Borrower] = {}
         self._widened: list[nn.Parameter] = []  # 16-bit parameters that carry an fp32 gradient
@@ -74,7 +78,7 @@ class MasterWeights:
         for name, param in module.named_parameters():
             target = dtypes.get(name, param.dtype)
             if param.requires_grad and target in _HALF:
-                self._pending[param] = param.data.float()  # the original tensor itself where that is fp32
+                self._stand_in(param)
                 param.grad = None
                 param.data = param.data.to(target)
             elif param.dtype in _HALF and target == torch.float32:
@@ -90,50 +94,97 @@ class MasterWeights:
                 ]
 
     def __len__(self) -> int:
-        return len(self._homes) + len(self._pending)
+        return len(self._stand_ins)
 
     def __contains__(self, param: object) -> bool:
-        return param in self._homes or param in self._pending
+        return param in self._stand_ins
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
-        """A copied module gets fp32 values of its own, reached through its copied hooks; optimizers stay behind."""
+        """A copied module is an fp32 module with nothing behind it; this object is reached through its copied hooks."""
         clone = object.__new__(MasterWeights)
         memo[id(self)] = clone
-        clone.masters, clone._seed, clone._generators = "fp32", self._seed, {}
-        clone._pending = {deepcopy(param, memo): self.read(param).clone() for param in [*self._homes, *self._pending]}
+        clone.__dict__.update(masters=self.masters, _seed=self._seed, _generators={}, _settled=True)
+        clone.__dict__.update(_stand_ins={}, _homes={}, _borrowers={}, _widened=[], _handles=[])
         clone._as_given = deepcopy(self._as_given, memo)
-        clone._homes, clone._borrowers, clone._handles, clone._widened = {}, {}, [], []
+        for param in self._stand_ins:
+            copied = deepcopy(param, memo)
+            copied.grad = None
+            copied.data = self.peek(param).clone()
+            copied.grad_dtype = copied.dtype
         return clone
 
     # Memory
 
+    def _stand_in(self, param: nn.Parameter) -> None:
+        stand_in = nn.Parameter(param.data.float())  # the original tensor itself where that is fp32
+        stand_in.__dict__.update(param.__dict__)  # marks that optimizers look for, such as `no_weight_decay`
+        self._stand_ins[param] = stand_in
+
     @torch.no_grad()
-    def allocate(self, optimizers: Iterable[Optimizer] = ()) -> None:
+    def _settle(self) -> None:
+        """Follow the parameters to their device; with several ranks, take rank 0's values, as DDP takes its weights."""
+        if self._settled:
+            return
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        for param, stand_in in self._stand_ins.items():
+            stand_in.data = stand_in.data.to(param.device)
+            if several:
+                dist.broadcast(stand_in.data, src=0)
+        self._settled = True
+
+    @contextmanager
+    def shown_in(self, module: nn.Module) -> Iterator[None]:
+        """Let ``module`` hold its fp32 values in place of its 16-bit parameters, while optimizers are made.
+
+        What an optimizer derives from its parameters when it is made (state, slow weights, lists) is fp32 then.
+        """
+        self._settle()
+        shown: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for each in module.modules():
+            for name, param in each._parameters.items():
+                if param is not None and param in self._stand_ins:
+                    shown.append((each, name, param))
+                    each._parameters[name] = self._stand_ins[param]
+        try:
+            yield
+        finally:
+            for each, name, param in shown:
+                param.__dict__.update(self._stand_ins[param].__dict__)
+                each._parameters[name] = param
+
+    @torch.no_grad()
+    def allocate(self, optimizers: Iterable[Optimizer] = (), *, release_others: bool = False) -> None:
         """Lay the values out in buckets on the parameters' device, and open them to ``optimizers``.
 
-        With several ranks rank 0's values are taken, as DDP takes its weights.
+        Args:
+            optimizers: Made with the module's parameters, or with what :meth:`shown_in` shows.
+            release_others: Make parameters fp32 again that no optimizer holds: nothing updates them but the user, whose
+                averages of weights, for example, would not move in 16 bits.
         """
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        for param, value in self._pending.items():
-            self._pending[param] = value.to(param.device)
-            if several:
-                dist.broadcast(self._pending[param], src=0)
+        self._settle()
+        given = {stand_in: param for param, stand_in in self._stand_ins.items()}
         for optimizer in optimizers:
-            self._borrowers[optimizer] = Borrower(optimizer, self, self.masters)
+            exchange(optimizer, given)
             for group in optimizer.param_groups:
-                self._allocate([param for param in group["params"] if param in self._pending])
-        self._allocate(list(self._pending))
+                self._allocate([param for param in group["params"] if param in self._stand_ins])
+        if release_others:
+            for param in [param for param in self._stand_ins if param not in self._homes]:
+                _make_fp32(param, self._stand_ins.pop(param).data)
+        self._allocate(list(self._stand_ins))
+        for optimizer in optimizers:
+            self._borrower(optimizer)
 
     def enrol(self, params: Iterable[nn.Parameter]) -> None:
         """Give a value to 16-bit parameters that have none: unfrozen, or given to the optimizer, since the start."""
         new = [param for param in params if param.dtype in _HALF and param.requires_grad and param not in self]
-        self._pending.update((param, param.data.float()) for param in new)
+        for param in new:
+            self._stand_in(param)
         self._allocate(new)
 
     def _allocate(self, params: list[nn.Parameter]) -> None:
         """Fill buckets in order; a bucket has one dtype, one device, and a size that suits the device's cache."""
         queue: list[nn.Parameter] = []
-        for param in params:
+        for param in [param for param in params if param not in self._homes]:
             limit = 2**19 if param.device.type == "cpu" else 2**23  # elements: 2 MiB and 32 MiB of fp32
             if queue and not (
                 all(each.is_contiguous() for each in (queue[-1], param))
@@ -147,15 +198,17 @@ class MasterWeights:
             self._fill_bucket(queue)
 
     def _fill_bucket(self, params: list[nn.Parameter]) -> None:
-        values = [self._pending.pop(param) for param in params]
-        generator = self._generator(params[0].device)
-        bucket = Bucket(params, values, params[0].dtype, self.masters, generator)
-        self._homes.update((param, (bucket, index)) for index, param in enumerate(params))
-
-    def _generator(self, device: torch.device) -> torch.Generator:
+        device = params[0].device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
+        stand_ins = [self._stand_ins[param] for param in params]
+        values = [stand_in.data for stand_in in stand_ins]
+        bucket = Bucket(params, values, params[0].dtype, self.masters, self._generators[device])
+        self._homes.update((param, (bucket, index)) for index, param in enumerate(params))
+        for index, stand_in in enumerate(stand_ins):
+            stand_in.data = torch.zeros((), device=device).expand(stand_in.shape)  # shape and dtype, but no memory
+            if bucket.master is not None:
+                stand_in.data = bucket.view(bucket.master, index)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -166,14 +219,39 @@ class MasterWeights:
         """The bucket of ``param`` and its place there, or None if it is its own fp32 value."""
         return self._homes.get(param)
 
+    def stand_in(self, param: nn.Parameter) -> nn.Parameter:
+        """The fp32 parameter that optimizers see in place of ``param``, always the same one."""
+        return self._stand_ins[param]
+
     # Values
 
+    @torch.no_grad()
+    def peek(self, param: nn.Parameter) -> Tensor:
+        """The fp32 value behind ``param``, in its shape, with what was written into ``param`` from outside.
+
+        Changes nothing, so that writing something, looking and writing it back loses no bits. ``param`` itself
+        (detached) where it has no value behind it.
+        """
+        if param in self._homes:
+            bucket, index = self._homes[param]
+            return bucket.peek(index)
+        if param not in self._stand_ins or param.dtype not in _HALF:
+            return param.detach()
+        value = self._stand_ins[param].data
+        return torch.where(value.to(param.device, param.dtype) == param, value.to(param.device), param.float())
+
     def read(self, param: nn.Parameter) -> Tensor:
-        """The fp32 value behind ``param``, in its shape; ``param`` itself (detached) where it has none."""
+        """The fp32 value behind ``param`` as of the last step, in its shape; see :meth:`adopt_edits`."""
         if param in self._homes:
             bucket, index = self._homes[param]
             return bucket.values_of(index)
-        return self._pending[param] if param in self._pending else param.detach()
+        return self._stand_ins[param].data if param in self._stand_ins else param.detach()
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Take over what was written into the 16-bit parameters from outside; see :meth:`Bucket.adopt`."""
+        for bucket in self.buckets:
+            bucket.adopt()
 
     @torch.no_grad()
     def write(self, param: nn.Parameter, value: Tensor) -> None:
@@ -182,32 +260,24 @@ class MasterWeights:
             bucket, index = self._homes[param]
             bucket.set_values_of(index, value)
         else:
-            if param in self._pending:
-                self._pending[param].copy_(value)
+            if param in self._stand_ins:
+                self._stand_ins[param].data.copy_(value)
             param.copy_(value)
-
-    @torch.no_grad()
-    def adopt_edits(self) -> None:
-        """Take over what was written into the 16-bit parameters from outside; see :meth:`Bucket.adopt`."""
-        for bucket in self.buckets:
-            bucket.adopt()
 
     def restore_(self) -> None:
         """Make the module fp32 again, equal to the masters, and remove every hook. Frozen parameters are as given."""
         for borrower in self._borrowers.values():
             borrower.close()
         self.adopt_edits()
-        for param in [*self._homes, *self._pending]:
-            param.grad = None
-            value = self.read(param).to(param.device)
-            param.data = value.clone() if value._is_view() else value  # not a slice of a bucket that lives on with it
-            param.grad_dtype = param.dtype
+        for param in self._stand_ins:
+            value = self.peek(param).to(param.device)
+            _make_fp32(param, value.clone() if value._is_view() else value)  # not a slice that keeps a bucket alive
         for param, original in self._as_given.items():
             if not param.requires_grad:
                 param.data = original.to(param.device)
         for handle in self._handles:
             handle.remove()
-        for held in (self._homes, self._pending, self._as_given, self._borrowers, self._handles, self._widened):
+        for held in (self._homes, self._stand_ins, self._as_given, self._borrowers, self._handles, self._widened):
             held.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,7 +342,12 @@ class MasterWeights:
             call: Calls ``optimizer.step``, once or once for each bucket, and returns its result.
             inverse_scale: What gradients have to be multiplied by first, fp32 []; None if they are final.
         """
-        return self._borrowers[optimizer].step(call, inverse_scale)
+        return self._borrower(optimizer).step(call, inverse_scale)
+
+    def _borrower(self, optimizer: Optimizer) -> Borrower:
+        if optimizer not in self._borrowers:  # at the start, or rebuilt since
+            self._borrowers[optimizer] = Borrower(optimizer, self, self.masters)
+        return self._borrowers[optimizer]
 
     # Hooks on every module that owns parameters, so that a submodule's state dict is fp32 as well
 
@@ -282,11 +357,8 @@ class MasterWeights:
             if key not in state_dict:
                 continue
             if param in self:
-                if param in self._homes:
-                    self._homes[param][0].adopt()
-                keep_vars = isinstance(state_dict[key], nn.Parameter)
-                value = self.read(param)
-                state_dict[key] = nn.Parameter(value) if keep_vars else value
+                value = self.peek(param)
+                state_dict[key] = nn.Parameter(value) if isinstance(state_dict[key], nn.Parameter) else value
             elif param in self._as_given and not param.requires_grad:
                 state_dict[key] = self._as_given[param].to(param.device)
 
@@ -320,6 +392,12 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
         # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
+
+
+def _make_fp32(param: nn.Parameter, value: Tensor) -> None:
+    param.grad = None
+    param.data = value
+    param.grad_dtype = param.dtype
 
 
 def _refuse_overlap(module: nn.Module) -> None:

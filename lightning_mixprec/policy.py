@@ -10,6 +10,7 @@ plan; nothing here touches a module.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +18,8 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 Kind: TypeAlias = Literal["compute", "fp32", "norm"]
 Entry: TypeAlias = str | type[nn.Module]
@@ -47,6 +50,8 @@ _OUTPUTS = (
     "out_proj_final",
 )
 
+# Not in any autocast list, and without a kernel for mixed dtypes.
+_WIDE = (nn.Bilinear,)
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
 
 
@@ -150,7 +155,9 @@ class PrecisionPolicy:
 
     def __init__(self, compute: str = "bf16", fp32: Iterable[Entry] = (), *, fp32_defaults: bool = True) -> None:
         if not isinstance(compute, str) or compute not in COMPUTE_DTYPES:
-            hint = {"16": "fp16", "32": "fp32", "bf": "bf16", "ha": "fp16", "fl": "fp32"}.get(str(compute)[:2].lower())
+            short = str(compute).removeprefix("torch.").lower()[:2]
+            hint = {"16": "fp16", "32": "fp32", "bf": "bf16", "ha": "fp16", "fl": "fp32"}.get(short)
+            hint = "fp16" if "float16" in str(compute) and hint == "fp32" else hint
             meant = f" Did you mean {hint!r}?" if hint else ""
             raise ValueError(
                 f"Unknown compute precision {compute!r}. Choose one of {', '.join(map(repr, COMPUTE_DTYPES))}.{meant}"
@@ -199,9 +206,15 @@ class PrecisionPolicy:
 
         parameters: dict[str, torch.dtype] = {}
         wide: set[int] = set()  # identity of parameters that one of their owners keeps in fp32
+        modules = {"": model, **owned}
         for full, parameter in model.named_parameters(remove_duplicate=False):
-            entry = self._match(full, None, matched)
-            if entry is not None or decided[full.rpartition(".")[0]][0] != "compute":
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(
+                    f"Parameter {full!r} has no shape yet (a lazy module), so it can have no master. Run the model "
+                    "once on a batch before fit, for example in `configure_model`."
+                )
+            entry, owner = self._match(full, None, matched), full.rpartition(".")[0]
+            if entry is not None or decided[owner][0] != "compute" or _is_reparametrised(full, modules[owner]):
                 wide.add(id(parameter))
         for full, parameter in model.named_parameters(remove_duplicate=False):
             double = parameter.dtype == torch.float64 or parameter.is_complex()
@@ -231,7 +244,7 @@ class PrecisionPolicy:
                 dtype = dtypes.pop() if len(dtypes) == 1 else (torch.float32 if kind != "compute" else compute)
                 if kind == "compute" and dtype != compute:
                     frozen = not any(value.requires_grad for _, value in own)
-                    reason = "frozen, as given" if frozen else "shared with an fp32 layer, or named in fp32"
+                    reason = "frozen, as given" if frozen else "reparametrised, shared with an fp32 layer, or named"
                 layers.append(
                     LayerPlan(name, type(module).__name__, kind, dtype, reason, sum(value.numel() for _, value in own))
                 )
@@ -249,15 +262,21 @@ class PrecisionPolicy:
             return "fp32", "default: embedding"
         if self.fp32_defaults and top_level and any(fnmatchcase(last, glob) for glob in _OUTPUTS):
             return "fp32", "default: output layer"
-        if _is_norm(name, module):
+        if _is_norm(module):
             return "norm", "default: normalisation"
+        if isinstance(module, _WIDE):
+            return "fp32", "default: no mixed kernel"
         return None
 
     def _match(self, name: str, module: nn.Module | None, matched: set[Entry]) -> Entry | None:
         """The first entry that names ``module`` (or, without one, a parameter); every entry that does is noted."""
         parts = name.split(".")
         names = [".".join(parts[start:]) for start in range(len(parts))]
-        names += [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)] if module else []
+        names += (
+            [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)]
+            if module is not None
+            else []
+        )
         hits = [
             entry
             for entry in self.fp32
@@ -290,13 +309,23 @@ class PrecisionPolicy:
         return f"PrecisionPolicy({self.compute!r}{extra}{'' if self.fp32_defaults else ', fp32_defaults=False'})"
 
 
-def _is_norm(name: str, module: nn.Module) -> bool:
-    """Torch's normalisation layers, and leaf modules of other people that say so in their class name."""
+def _is_norm(module: nn.Module) -> bool:
+    """Torch's normalisation layers, and leaf modules of other people that say so: RMSNorm, GroupNorm32, LayerNorm2d."""
     if isinstance(module, _NORMS):
         return True
-    parametrization = ".parametrizations." in f".{name}."  # spectral and weight norm act on weights, not activations
     leaf = next(module.children(), None) is None
-    return leaf and not parametrization and "norm" in type(module).__name__.lower()
+    parametrization = "parametr" in type(module).__module__  # spectral and weight norm act on weights
+    return leaf and not parametrization and re.search(r"norm\w{0,2}$", type(module).__name__.lower()) is not None
+
+
+def _is_reparametrised(name: str, module: nn.Module) -> bool:
+    """Whether the module's own parameters only make up its weight: spectral, weight and orthogonal normalisation.
+
+    Their iterations and matrix functions need fp32, and mix parameters with fp32 buffers.
+    """
+    hooks = module._forward_pre_hooks.values()
+    old_style = any(isinstance(hook, (_WeightNorm, _SpectralNorm)) for hook in hooks)
+    return old_style or isinstance(module, nn.utils.parametrize.ParametrizationList) or ".parametrizations." in name
 
 
 def _show(entry: object) -> str:

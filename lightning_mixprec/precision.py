@@ -34,6 +34,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, compute_context, restore_, swap_
 from lightning_mixprec.master import MasterWeights, found_nonfinite
@@ -94,8 +95,11 @@ class MasterWeightPrecision(Precision):
             raise ValueError(f"scaler={scaler!r} must be a lightning_mixprec.DynamicLossScaler or None.")
         if masters not in get_args(Masters):
             raise ValueError(f"Unknown masters={masters!r}. Choose one of {', '.join(map(repr, get_args(Masters)))}.")
-        if masters != "fp32" and self.policy.compute == "fp16":
-            raise ValueError(f"masters={masters!r} is for bf16, the upper half of fp32. Use masters='fp32' with fp16.")
+        if masters != "fp32" and self.policy.compute != "bf16":
+            raise ValueError(
+                f"masters={masters!r} is for bf16, which is the upper half of fp32, not for {self.policy.compute}. "
+                f"Use masters='fp32'."
+            )
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
         self.scaler = scaler
@@ -107,6 +111,9 @@ class MasterWeightPrecision(Precision):
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
         self._nonfinite: Tensor | None = None  # fp32 [1], noted since the last optimizer step
+        self._compiled_backward: Any = None  # torch's setting, while ours is in place
+        self._rounding: dict[str, Any] = {}
+        self._advance_schedules = True
         self._last_nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
 
     # Public state, exact after every training batch
@@ -143,11 +150,15 @@ class MasterWeightPrecision(Precision):
         if not isinstance(module, LightningModule):
             raise TypeError(f"{type(self).__name__} works with lightning.Trainer, which passes a LightningModule.")
         self.teardown()  # of an earlier stage that ended without one
+        restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer
         _refuse_strategy(trainer.strategy)
-        if trainer.training:
+        fitting = trainer.state.fn == "fit"
+        if fitting:
             self._refuse_loop(module)
-        _refuse_averaging(trainer.callbacks)
+            if trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
+                self.scaler.reset()
+        _refuse_averaging(trainer.callbacks, module)
         self.plan = self.policy.resolve(module)
         self._module = module
         self._device = trainer.strategy.root_device
@@ -156,14 +167,16 @@ class MasterWeightPrecision(Precision):
             kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}
             for name, layer in module.named_modules(remove_duplicate=False):
                 kind = kinds.get(self.plan.kinds.get(name, "compute"))
-                if kind is not None and not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+                if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
                     swap_(layer, kind, self._device.type, self.compute_dtype)
             for layer in _called_directly(module):
-                if any(param.requires_grad for param in layer.parameters()):
-                    swap_(layer, ComputeLayer, self._device.type, self.compute_dtype)
+                swap_(layer, ComputeLayer, self._device.type, self.compute_dtype)
+            self._compiled_backward = _set_backward_autocast("off")
             # Outside of fit nothing is updated, and rungs that would round are not needed.
-            masters = self.masters if trainer.state.fn == "fit" else "fp32"
+            masters = self.masters if fitting else "fp32"
             self.master_weights = MasterWeights(module, self.plan.parameters, masters)
+            if fitting:
+                swap_(module, _BuildingModule, self._device.type, self.compute_dtype, wraps_forward=False)
             rank_zero_info(
                 f"{type(self).__name__}: {len(self.master_weights)} of {len(list(module.parameters()))} parameter "
                 f"tensors are {self.policy.compute} with fp32 masters; print(trainer.precision_plugin.plan) lists them."
@@ -186,12 +199,15 @@ class MasterWeightPrecision(Precision):
                 "Put the parameters into groups of one optimizer."
             )
         self.scaler.to(self._device)
-        if self.master_weights is not None:
-            self.master_weights.allocate(optimizers)
         assert self._module is not None
+        if self.master_weights is not None:
+            # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
+            release = bool(optimizers) and not isinstance(self._module.trainer.strategy, DDPStrategy)
+            self.master_weights.allocate(optimizers, release_others=release)
         if optimizers:
             # Only now: Lightning looks for overridden hooks while it sets up schedulers.
-            swap_(self._module, _TrainingModule, self._device.type, self.compute_dtype)
+            restore_(self._module, below=False)
+            swap_(self._module, _TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -201,8 +217,12 @@ class MasterWeightPrecision(Precision):
         if module is None:
             return
         if self.master_weights is not None:
+            self._rounding = self.master_weights.state_dict()  # for a checkpoint that is saved after fit
             self.master_weights.restore_()
             self.master_weights = None
+        if self._compiled_backward is not None:
+            _set_backward_autocast(self._compiled_backward)
+            self._compiled_backward = None
         restore_(module)
 
     # Forward
@@ -235,7 +255,8 @@ class MasterWeightPrecision(Precision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
-        self._note_nonfinite(module)
+        optimizers = module.trainer.optimizers
+        self._note_nonfinite([p for opt in optimizers for group in opt.param_groups for p in group["params"]])
         unscaled = super().post_backward(tensor, module)
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
 
@@ -248,10 +269,10 @@ class MasterWeightPrecision(Precision):
             output = super().optimizer_step(steppable, model=model, closure=closure, **kwargs)
             self.scaler.update(torch.zeros((), device=self._device))
             return output
-        self.step_was_skipped = False
+        self.step_was_skipped, self._advance_schedules = False, True
         result = closure()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if all(param.grad is None for param in params):  # training_step returned None: neither a step nor a skip
+        if params and all(param.grad is None for param in params):  # training_step returned None: no step, no skip
             self._uncount_step(model)
             return result
         if self._agree_nonfinite():
@@ -259,20 +280,22 @@ class MasterWeightPrecision(Precision):
             return result
         self._unscale(params)
         self._after_closure(model, optimizer)
-        self._note_nonfinite(model)  # user code may have written one
+        self._note_nonfinite(params)  # user code may have written one
         if self._agree_nonfinite():
             self._skip(model, params)
             return result
-        if self.master_weights is None:
-            output = optimizer.step(closure=lambda: result, **kwargs)
-        else:
-            output = self.master_weights.step(optimizer, lambda: optimizer.step(closure=lambda: result, **kwargs))
+
+        def step() -> Any:
+            return optimizer.step(closure=_Once(optimizer, result), **kwargs)
+
+        output = step() if self.master_weights is None else self.master_weights.step(optimizer, step)
+        if self.master_weights is not None:
             self.master_weights.release_gradients(params)
         self.scaler.update(torch.zeros((), device=self._device))
         return output
 
-    def _note_nonfinite(self, module: LightningModule) -> None:
-        grads = [param.grad for param in module.parameters() if param.grad is not None]
+    def _note_nonfinite(self, params: list[nn.Parameter]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
         found = found_nonfinite(grads, self._device)
         self._nonfinite = found if self._nonfinite is None else torch.maximum(self._nonfinite, found)
 
@@ -306,6 +329,7 @@ class MasterWeightPrecision(Precision):
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
+        self._advance_schedules = False
         progress = model.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         for tracker in (progress.total, progress.current):
             tracker.ready -= 1
@@ -331,7 +355,7 @@ class MasterWeightPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``."""
-        rounding = self.master_weights.state_dict() if self.master_weights is not None else {}
+        rounding = self.master_weights.state_dict() if self.master_weights is not None else self._rounding
         return {**self.scaler.state_dict(), **({"rounding": rounding} if rounding else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,6 +394,32 @@ class MasterWeightPrecision(Precision):
             )
 
 
+class _BuildingModule(ComputeLayer):
+    """What the user's LightningModule is while its optimizers are made: they are made with the fp32 values."""
+
+    trainer: Any
+
+    def configure_optimizers(self) -> Any:
+        with self.trainer.precision_plugin.master_weights.shown_in(self):
+            return super().configure_optimizers()  # type: ignore[misc]
+
+
+class _Once:
+    """The closure handed to an optimizer: the loss is known already, and asking again would not evaluate it again."""
+
+    def __init__(self, optimizer: Optimizer, result: Any) -> None:
+        self._optimizer, self._result, self._asked = optimizer, result, False
+
+    def __call__(self) -> Any:
+        if self._asked:
+            raise MisconfigurationException(
+                f"{type(self._optimizer).__name__} evaluates the loss more than once in a step, which master weights "
+                "and loss scaling cannot follow. Use another optimizer, or Lightning's own precision='32-true'."
+            )
+        self._asked = True
+        return self._result
+
+
 class _TrainingModule(ComputeLayer):
     """What the user's LightningModule becomes for the length of ``fit``: schedules rest while a step is skipped."""
 
@@ -377,17 +427,18 @@ class _TrainingModule(ComputeLayer):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         per_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.trainer.lr_scheduler_configs)
-        if not (per_step and self.trainer.precision_plugin.step_was_skipped):
+        if not per_step or self.trainer.precision_plugin._advance_schedules:
             super().lr_scheduler_step(scheduler, metric)  # type: ignore[misc]
 
 
 def _called_directly(module: nn.Module) -> Iterator[nn.Module]:
     """The children that a hook calls as ``pl_module.net(x)``; those of a ModuleList, ``pl_module.nets[0](x)``."""
     for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
+        if type(child).forward is nn.Module.forward:
             yield from _called_directly(child)
-        else:
-            yield getattr(child, "_orig_mod", child)  # what torch.compile wraps
+        elif next(child.parameters(), None) is not None and "forward" not in child.__dict__:
+            yield child
 
 
 def _refuse_strategy(strategy: Any) -> None:
@@ -399,7 +450,7 @@ def _refuse_strategy(strategy: Any) -> None:
         )
 
 
-def _refuse_averaging(callbacks: list[Any]) -> None:
+def _refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
     for callback in callbacks:
         stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
         if stock and not getattr(callback, "averages_master_weights", False):
@@ -407,3 +458,23 @@ def _refuse_averaging(callbacks: list[Any]) -> None:
                 f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
                 "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
             )
+    for name, each in module.named_modules():
+        if isinstance(each, AveragedModel):
+            log.warning(
+                "%r averages what it reads from the module, which is 16-bit while training. Feed it from "
+                "`pl_module.state_dict()`, which is fp32, or use lightning_mixprec.MasterWeightAveraging.",
+                name,
+            )
+
+
+def _set_backward_autocast(value: Any) -> Any:
+    """Under torch.compile an fp32 layer's backward would run under the autocast around the whole forward.
+
+    Returns:
+        The setting before, or None where torch has no such setting.
+    """
+    config: Any = torch._functorch.config
+    before = getattr(config, "backward_pass_autocast", None)
+    if before is not None:
+        config.backward_pass_autocast = value
+    return before

@@ -10,13 +10,15 @@ What it leaves out: stepping on the real weights (:mod:`lightning_mixprec.borrow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Way: TypeAlias = Literal["flat", "shaped", "whole"]
 
@@ -62,7 +64,8 @@ def _classify_group(optimizer: Optimizer, index: int) -> tuple[Way, str]:
     together, groups_before, groups_after = _try(optimizer, index, [start], [[g] for g in grads])
     if groups_before != groups_after:
         changed = [key for key in groups_after if groups_after[key] != groups_before.get(key)]
-        return "whole", f"it keeps state for a whole group ({', '.join(map(repr, changed))})"
+        changed_names = ", ".join(map(repr, changed))
+        return "whole", f"it keeps state for a whole group or of its own ({changed_names})"
     apart, *_ = _try(optimizer, index, [[w] for w in start], [[[g] for g in step] for step in grads])
     if not _same(together, apart):
         return "whole", "a step on one parameter depends on the others"
@@ -89,10 +92,12 @@ def _try(
     """
     group = optimizer.param_groups[index]
     clone = object.__new__(type(optimizer))
-    clone.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", "step")})
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        clone.__dict__[name] = type(optimizer.__dict__.get(name, {}))()
+    hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.startswith("_optimizer_") and k.endswith("_hooks")}
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in hooks and k not in _BOOKKEEPING}
+    clone.__dict__.update(deepcopy(attributes, _tensors_in(optimizer)), **hooks)
+    clone.defaults = deepcopy(optimizer.defaults)
     clone.state = defaultdict(dict)
+    before = _own_state(clone)
     settings = deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
     params = [[nn.Parameter(tensor.clone()) for tensor in call] for call in calls]
     given = optimizer.state.get(group["params"][0], {})
@@ -101,19 +106,62 @@ def _try(
             _copy_constructor_state(given, group["params"][0], param, clone.state)
     one_group: dict[str, Any] = {**deepcopy(settings)}
     try:
-        for step in steps:
-            for call, grads in zip(params, step, strict=True):
-                clone.param_groups = [one_group]
-                one_group["params"] = call
-                for param, grad in zip(call, grads, strict=True):
-                    param.grad = grad.clone()
-                clone.step()
+        with without_step_hooks(clone):
+            for step in steps:
+                for call, grads in zip(params, step, strict=True):
+                    clone.param_groups = [one_group]
+                    one_group["params"] = call
+                    for param, grad in zip(call, grads, strict=True):
+                        param.grad = grad.clone()
+                    clone.step()
     except Exception:
         if may_fail:
             return None, None, None
         raise
     after = {key: value for key, value in one_group.items() if key != "params"}
-    return [[param.data for param in call] for call in params], _plain(settings), _plain(after)
+    tensors = [[param.data for param in call] for call in params]
+    return tensors, {**before, **_plain(settings)}, {**_own_state(clone), **_plain(after)}
+
+
+# Attributes of every optimizer of torch, and what its schedulers leave there.
+_BOOKKEEPING = {
+    "state",
+    "param_groups",
+    "defaults",
+    "step",
+    "_opt_called",
+    "_step_count",
+    "_zero_grad_profile_name",
+    "_warned_capturable_if_run_uncaptured",
+    "_mixprec_borrower",
+}
+
+
+def _own_state(optimizer: Optimizer) -> dict[str, Any]:
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return {}  # all of it is in `state`
+    own = {key: value for key, value in vars(optimizer).items() if key not in _BOOKKEEPING}
+    return {f"self.{key}": _plain(value) for key, value in own.items() if not key.endswith("_hooks")}
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """No step hooks, of the optimizer or global, while a part of the weights is stepped."""
+    hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
+def _tensors_in(optimizer: Optimizer) -> dict[int, Any]:
+    """A deepcopy memo in which the optimizer's parameters stand for themselves: attributes may hold them."""
+    return {id(param): param for group in optimizer.param_groups for param in group["params"]}
 
 
 def _copy_constructor_state(given: Mapping[str, Any], like: Tensor, param: nn.Parameter, state: Any) -> None:
@@ -124,8 +172,15 @@ def _copy_constructor_state(given: Mapping[str, Any], like: Tensor, param: nn.Pa
         state[param][key] = deepcopy(value)
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in settings.items()}
+def _plain(value: Any) -> Any:
+    """Tensors as nested lists, so that values compare with ==; what has no value to compare is left out."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (str, int)) else id(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else None
 
 
 def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:

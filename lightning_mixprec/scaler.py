@@ -83,6 +83,12 @@ class DynamicLossScaler:
         max_scale: float = 2.0**24,
         max_consecutive_skips: int = 50,
     ) -> None:
+        numbers = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        for name, value in {**numbers, "min_scale": min_scale, "max_scale": max_scale}.items():
+            _check(name, value, isinstance(value, (int, float)), "a number")
+        counts = {"growth_interval": growth_interval, "hysteresis": hysteresis}
+        for name, value in {**counts, "max_consecutive_skips": max_consecutive_skips}.items():
+            _check(name, value, isinstance(value, int) and value >= 1, "a whole number, at least 1")
         _check("init_scale", init_scale, 0 < init_scale < math.inf, "a positive finite number, such as 2**15")
         _check(
             "growth_factor", growth_factor, 1 <= growth_factor < math.inf, "at least 1 (1 keeps the scale from growing)"
@@ -90,8 +96,6 @@ class DynamicLossScaler:
         _check(
             "backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "in (0, 1] (1 keeps the scale from shrinking)"
         )
-        _check("growth_interval", growth_interval, growth_interval >= 1, "a whole number of batches, at least 1")
-        _check("hysteresis", hysteresis, hysteresis >= 1, "a whole number of overflows, at least 1")
         _check("min_scale", min_scale, 0 < min_scale < math.inf, "a positive finite number, such as 2**-14")
         _check(
             "max_scale",
@@ -99,7 +103,6 @@ class DynamicLossScaler:
             min_scale <= max_scale < 2.0**127,
             f"finite in fp32 and at least min_scale={min_scale!r}",
         )
-        _check("max_consecutive_skips", max_consecutive_skips, max_consecutive_skips >= 1, "at least 1")
         # A bound that the scale can never move towards does not apply to it: a static scale may have any value.
         can_grow, can_shrink = growth_factor > 1, backoff_factor < 1
         in_bounds = (init_scale >= min_scale or not can_shrink) and (init_scale <= max_scale or not can_grow)
@@ -112,12 +115,17 @@ class DynamicLossScaler:
         self.min_scale = float(min_scale)
         self.max_scale = float(max_scale)
         self.max_consecutive_skips = int(max_consecutive_skips)
-        self.scale = torch.tensor(self.init_scale, dtype=torch.float32)
-        self.growth_tracker = torch.tensor(0)
-        self.hysteresis_tracker = torch.tensor(self.hysteresis)
-        self.real_steps = torch.tensor(0)
-        self.skipped_steps = torch.tensor(0)
-        self.consecutive_skips = torch.tensor(0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew: the first scale, all counters at zero."""
+        device = self.scale.device if hasattr(self, "scale") else None
+        self.scale = torch.tensor(self.init_scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.tensor(0, device=device)
+        self.hysteresis_tracker = torch.tensor(self.hysteresis, device=device)
+        self.real_steps = torch.tensor(0, device=device)
+        self.skipped_steps = torch.tensor(0, device=device)
+        self.consecutive_skips = torch.tensor(0, device=device)
 
     @classmethod
     def static(cls, scale: float = 1.0, **kwargs: Any) -> DynamicLossScaler:

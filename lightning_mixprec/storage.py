@@ -145,13 +145,13 @@ class Bucket:
         self.index = {param: place for place, param in enumerate(self.params)}
         size = -(-size // 4) * 4  # whole 64-bit words, for the fingerprint
         self.half = torch.zeros(size, dtype=dtype, device=device)
-        self.master = torch.zeros(size, device=device) if masters == "fp32" else None
+        self.master = torch.zeros(size, dtype=torch.float32, device=device) if masters == "fp32" else None
         self.rest: Tensor | None = None
         if masters in ("split", "split24"):
             self.rest = torch.zeros(size, dtype=torch.int16 if masters == "split" else torch.int8, device=device)
         self._layouts = [_layout(param) for param in self.params]
         self._fingerprint = torch.zeros((), dtype=torch.int64, device=device)
-        flat = torch.zeros(size, device=device) if self.master is None else self.master
+        flat = torch.zeros(size, dtype=torch.float32, device=device) if self.master is None else self.master
         for index, value in enumerate(values):
             self.view(flat, index).copy_(value)
         self._ready = False
@@ -177,7 +177,7 @@ class Bucket:
         """All fp32 values, [n]: the master itself, or rebuilt into ``out`` (fp32 [n], allocated if None)."""
         if self.master is not None:
             return self.master
-        out = torch.empty(self.numel, device=self.half.device) if out is None else out
+        out = torch.empty(self.numel, dtype=torch.float32, device=self.half.device) if out is None else out
         return decode_(self.half, self.rest, EXTRA_BITS[self.masters], out)
 
     def write(self, values: Tensor, scratch: Tensor | None = None, *, stochastic: bool = True) -> None:
@@ -203,9 +203,26 @@ class Bucket:
         if self.master is not None:
             return self.view(self.master, index)
         span = self._span(index)
-        flat = torch.empty(span.stop - span.start, device=self.half.device)
+        flat = torch.empty(span.stop - span.start, dtype=torch.float32, device=self.half.device)
         decode_(self.half[span], self._rest(span), EXTRA_BITS[self.masters], flat)
         return flat.as_strided(*self._layouts[index])
+
+    def peek(self, index: int) -> Tensor:
+        """fp32 values of one parameter with what :meth:`adopt` would take over, changing nothing."""
+        param = self.params[index]
+        if param.dtype != self.dtype or param.data_ptr() != self.view(self.half, index).data_ptr():  # replaced
+            kept = param.data.to(self.dtype) == self.view(self.half, index)
+            held = param.data if self.master is not None or self.rest is not None else param.data.to(self.dtype)
+            return torch.where(kept, self.values_of(index), held.float())
+        values = self.values_of(index)
+        if self.half.device.type == "cpu" and torch.equal(self._take_fingerprint(), self._fingerprint):
+            return values
+        if self.master is not None:
+            rounded = torch.empty_like(self.half)
+            round_(self.master, rounded)
+            edited = (self.view(rounded, index) != param) & (self._take_fingerprint() != self._fingerprint)
+            return torch.where(edited, param.float(), values)
+        return torch.where(param == 0, 0, values) if self.rest is not None else values
 
     def set_values_of(self, index: int, value: Tensor) -> None:
         """Store fp32 values of one parameter, to nearest, and round them into it."""
@@ -214,7 +231,7 @@ class Bucket:
             self.view(self.master, index).copy_(value)
             round_(self.master[span], self.half[span])
         else:
-            flat = torch.zeros(span.stop - span.start, device=self.half.device)
+            flat = torch.zeros(span.stop - span.start, dtype=torch.float32, device=self.half.device)
             flat.as_strided(*self._layouts[index]).copy_(value)
             encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], None)
         self._fingerprint = self._take_fingerprint()
@@ -234,7 +251,8 @@ class Bucket:
         if self.master is not None:
             rounded = torch.empty_like(self.half)
             round_(self.master, rounded)
-            self.master.copy_(torch.where(rounded == self.half, self.master, self.half.float()))
+            edited = (rounded != self.half) & (fingerprint != self._fingerprint)
+            self.master.copy_(torch.where(edited, self.half.float(), self.master))
         elif self.rest is not None:
             self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
         self._fingerprint = fingerprint

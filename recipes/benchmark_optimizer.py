@@ -21,6 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lightning_mixprec.master import MasterWeights, found_nonfinite
 from lightning_mixprec.storage import Masters
@@ -55,7 +57,8 @@ def live_bytes(device: str = "cpu") -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for item in gc.get_objects():
-        if isinstance(item, Tensor) and item.device.type == torch.device(device).type:
+        fake = isinstance(item, FakeTensor | FunctionalTensor)  # of a compiler: no memory
+        if isinstance(item, Tensor) and not fake and item.device.type == torch.device(device).type:
             names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else []
             for part in [getattr(item, name) for name in names] or [item]:
                 storage = part.untyped_storage()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.storage import Bucket, decode_, encode_, round_
+from recipes.benchmark_optimizer import live_bytes
 
 RUNGS = ["fp32", "split", "split24", "none"]
 EXTRA = {"split": 16, "split24": 8, "none": 0}
@@ -41,7 +42,8 @@ def make(rung: str, make_optimizer, select=every_parameter, dtype: torch.dtype =
     torch.manual_seed(0)
     net = Net()
     masters = MasterWeights(net, net.dtypes(dtype), rung)
-    optimizer = make_optimizer(select(net))
+    with masters.shown_in(net):
+        optimizer = make_optimizer(select(net))
     masters.allocate([optimizer])
     return net, masters, optimizer
 
@@ -461,6 +463,141 @@ def test_optimizer_that_looks_across_parameters_is_refused_by_name():
     make("fp32", lambda p: ClipsAll(p, lr=0.1))
 
 
+def test_optimizer_whose_state_is_its_own_is_refused_or_right():
+    """Momentum outside `state`, keyed by parameter, and a step counter in an attribute."""
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.buffers, self.info = {}, {"t": 0}
+            self.listed = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.info["t"] += 1
+            for group in self.param_groups:
+                for p, total in zip(group["params"], self.listed, strict=True):
+                    buffer = self.buffers.setdefault(p, torch.zeros_like(p))
+                    buffer.mul_(0.9).add_(p.grad)
+                    total.add_(p.grad)
+                    p.data = p.data - group["lr"] * buffer / self.info["t"]  # assigns instead of writing
+
+    torch.manual_seed(0)
+    plain = Net()
+    reference = Own(list(plain.parameters()), lr=0.1)
+    net, masters, optimizer = make("fp32", lambda p: Own(p, lr=0.1))
+    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(5):
+        give_gradients(net, one)
+        for name, param in plain.named_parameters():
+            grad = torch.randn(param.shape, generator=two) * 0.1
+            param.grad = grad if "wide" in name else grad.to(BF16).float()
+        reference.step()
+        masters.step(optimizer, optimizer.step)
+    assert optimizer.info == {"t": 5}
+    assert {total.dtype for total in optimizer.listed} == {torch.float32}
+    for name, param in plain.named_parameters():
+        assert torch.equal(net.state_dict()[name], param), name
+    with pytest.raises(ValueError, match=r"Own.*masters='fp32'"):
+        make("split", lambda p: Own(p, lr=0.1))
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_optimizer_that_assigns_data_moves_the_weights(rung):
+    class Assigns(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data = p.data - group["lr"] * p.grad
+
+    net, masters, optimizer = make(rung, lambda p: Assigns(p))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    give_gradients(net, torch.Generator().manual_seed(1))
+    grads = {name: param.grad.float() for name, param in net.named_parameters()}
+    masters.step(optimizer, optimizer.step)
+    digits = {"fp32": 24, "split": 24, "split24": 15, "none": 7}[rung]
+    for name, value in net.state_dict().items():
+        expected = before[name] - 0.1 * grads[name]
+        torch.testing.assert_close(value, expected, rtol=2.0**-digits, atol=1e-7)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW_fused"])
+def test_step_hooks_see_all_weights_and_their_edits_count(rung, optimizer):
+    net, masters, opt = make(rung, ANY[optimizer])
+    sizes = []
+
+    def clamp(opt, args, kwargs):
+        params = [param for group in opt.param_groups for param in group["params"]]
+        sizes.append(sum(param.numel() for param in params))
+        for param in params:
+            param.data.clamp_(min=0)
+
+    opt.register_step_post_hook(clamp)
+    opt.register_step_pre_hook(
+        lambda opt, *_: sizes.append(sum(p.numel() for g in opt.param_groups for p in g["params"]))
+    )
+    give_gradients(net, torch.Generator().manual_seed(1))
+    masters.step(opt, opt.step)
+    assert sizes == [sum(param.numel() for param in net.parameters())] * 2
+    for value in net.state_dict().values():
+        assert value.min() >= 0
+
+
+def test_bucket_shared_by_two_groups_loses_no_update():
+    """Parameters given to the optimizer late, in two groups."""
+    for rung in RUNGS:
+        torch.manual_seed(0)
+        net = Net()
+        masters = MasterWeights(net, net.dtypes(), rung)
+        optimizer = torch.optim.AdamW(net.a.parameters(), lr=0.01, fused=True)
+        masters.allocate([optimizer])
+        optimizer.add_param_group({"params": list(net.b.parameters())})
+        optimizer.add_param_group({"params": list(net.conv.parameters())})
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        give_gradients(net, torch.Generator().manual_seed(1))
+        masters.step(optimizer, optimizer.step)
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, before[name]) == ("wide" in name), name
+
+
+def test_a_group_whose_parameters_are_reordered_or_replaced_is_followed():
+    net, masters, optimizer = make("fp32", ANY["AdamW_fused"])
+    generator = torch.Generator().manual_seed(1)
+    for order in (1, -1, 1):
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][::order]
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        give_gradients(net, generator)
+        masters.step(optimizer, optimizer.step)
+        assert all(not torch.equal(before[name], value) for name, value in net.state_dict().items())
+    other = torch.optim.SGD(net.parameters(), lr=0.1)  # one that nobody has announced
+    before = masters.read(net.a.weight).clone()
+    masters.step(other, other.step)
+    assert not torch.equal(masters.read(net.a.weight), before)
+
+
+def test_looking_changes_nothing():
+    """Weights put aside in 16 bits, replaced, saved and put back lose no fp32 bits."""
+    for rung in ("fp32", "split"):
+        net, masters, optimizer = make(rung, ANY["AdamW_fused"])
+        give_gradients(net, torch.Generator().manual_seed(1))
+        masters.step(optimizer, optimizer.step)
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        with torch.no_grad():
+            aside = [param.clone() for param in net.parameters()]
+            for param in net.parameters():
+                param.zero_()
+            assert all((value == 0).all() for value in net.state_dict().values())
+            for param, kept in zip(net.parameters(), aside, strict=True):
+                param.copy_(kept)
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
 def test_wrapper_of_an_optimizer_is_refused_by_name_before_any_weight_changes():
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, inner):
@@ -473,8 +610,11 @@ def test_wrapper_of_an_optimizer_is_refused_by_name_before_any_weight_changes():
     net = Net()
     masters = MasterWeights(net, net.dtypes(), "fp32")
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    with pytest.raises(ValueError, match=r"Lookahead wraps another optimizer \(in 'inner'\)"):
-        masters.allocate([Lookahead(torch.optim.SGD(net.parameters(), lr=0.1))])
+    for make_inner in (lambda o: o, lambda o: [o], lambda o: {"one": o}):
+        lookahead = Lookahead(torch.optim.SGD(net.parameters(), lr=0.1))
+        lookahead.inner = make_inner(lookahead.inner)
+        with pytest.raises(ValueError, match=r"Lookahead wraps another optimizer \(in 'inner'\)"):
+            masters.allocate([lookahead])
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
 
@@ -538,21 +678,6 @@ def test_low_bit_optimizer_states_of_torchao(rung, bits):
 
 
 # Memory
-
-
-def live_bytes() -> int:
-    import gc
-
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and item.device.type == "cpu":
-            parts = [item]
-            if hasattr(item, "__tensor_flatten__"):
-                parts = [getattr(item, name) for name in item.__tensor_flatten__()[0]]
-            for part in parts:
-                storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize(("rung", "limit"), [("fp32", 14.1), ("split", 12.1), ("split24", 11.1), ("none", 10.1)])

@@ -96,6 +96,50 @@ def test_foreign_norms_are_recognised_but_not_parametrizations():
     assert "norm" not in {kind for name, kind in kinds.items() if name.startswith("1")}
 
 
+def test_names_that_merely_sound_like_norms_are_left_alone():
+    class Denormalize(nn.Module):
+        def forward(self, x):
+            return x * 1000
+
+    class GroupNorm32(nn.Module):
+        pass
+
+    kinds = PrecisionPolicy("bf16").resolve(nn.Sequential(Denormalize(), GroupNorm32())).kinds
+    assert kinds == {"0": "compute", "1": "norm"}
+
+
+@pytest.mark.parametrize(
+    "reparametrise",
+    [
+        nn.utils.spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated.*")
+def test_reparametrised_weights_stay_fp32(reparametrise):
+    """T22: power iterations and matrix functions need it."""
+    model = nn.Sequential(reparametrise(nn.Linear(4, 4)), nn.Linear(4, 4))
+    parameters = PrecisionPolicy("bf16").resolve(model).parameters
+    made_up = [name for name in parameters if name.startswith("0.") and name != "0.bias"]
+    assert made_up
+    assert {parameters[name] for name in made_up} == {FP32}
+    assert parameters["1.weight"] == BF16
+
+
+def test_lazy_parameters_are_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet.*configure_model"):
+        PrecisionPolicy("bf16").resolve(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_modules_without_a_length_are_asked_nothing():
+    """A compiled child has no len(); its truth value must not be taken."""
+    compiled = torch.compile(TinyNet())
+    assert PrecisionPolicy("bf16").resolve(nn.ModuleDict({"net": compiled}))["net._orig_mod.proj"] == BF16
+
+
 def test_the_table_shows_layer_dtype_reason_and_parameters():
     lines = str(PrecisionPolicy("bf16", fp32=["proj"]).resolve(TinyNet())).splitlines()
     rows = {line.split()[0]: line for line in lines}

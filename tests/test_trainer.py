@@ -317,6 +317,19 @@ def test_training_step_that_returns_none_neither_steps_nor_skips():
     assert (plugin.real_steps, plugin.skipped_steps, trainer.global_step) == (2, 0, 2)
 
 
+def test_schedule_rests_when_training_step_returns_none():
+    class Sometimes(TinyModule):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    schedule = lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*|.*overridden.*")
+        trainer = fit(MasterWeightPrecision("bf16"), Sometimes(schedule=schedule), make_batches(3))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
 # Checkpoints
 
 
@@ -677,6 +690,249 @@ def test_plugin_can_be_pickled_and_reused():
         module = make_module()
         fit(plugin, module, make_batches(2))
     assert plugin.plan["net.proj"] == torch.float32
+
+
+# Modules and optimizers of other people
+
+
+def small_fit(net, precision="bf16", rows=4, steps=3, make_optimizer=None, **kwargs):
+    """Fit `net` on [rows, 4] -> anything, one child called `net`; returns module, plugin, trainer."""
+
+    class Any(TinyModule):
+        def __init__(self):
+            super().__init__(make_optimizer)
+            self.net = net
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).float().pow(2).mean()
+
+    module, plugin = Any(), MasterWeightPrecision(precision)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(rows, 4, generator=generator) for _ in range(steps)]
+    trainer = fit(plugin, module, batches, **kwargs)
+    return module, plugin, trainer
+
+
+@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize(
+    "reparametrise",
+    [
+        nn.utils.spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated.*")
+def test_reparametrised_layers_follow_fp32(reparametrise, precision):
+    """T22: buffers fp32 and finite, weights within rounding of a run in fp32."""
+    nets = []
+    for each in (precision, "fp32"):
+        torch.manual_seed(0)
+        nets.append(nn.Sequential(reparametrise(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2)))
+        small_fit(nets[-1], each)
+    net, plain = nets
+    for name, value in net.state_dict().items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-2, atol=2e-2)
+
+
+def test_bad_gradient_outside_the_optimizer_costs_one_step():
+    """Trainable parameters that no optimizer holds keep their gradients; they must not be judged for ever."""
+
+    class Head(TinyModule):
+        def __init__(self):
+            super().__init__(bad={1})
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+            self.head = nn.Linear(8, 1)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.head(self.net(batch)).float().pow(2).mean()
+            return loss * math.inf if batch_idx in self.bad else loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    plugin = MasterWeightPrecision("fp16")
+    fit(plugin, Head(), [torch.ones(2, 4)] * 12)
+    assert (plugin.real_steps, plugin.skipped_steps) == (11, 1)
+
+
+def test_averages_that_users_keep_in_the_module_are_not_cast():
+    """T57: 1000 updates towards 1.1 at decay 0.999 by hand, on a copy that no optimizer holds."""
+
+    class Own(TinyModule):
+        def __init__(self):
+            super().__init__(lambda params: torch.optim.SGD(params, lr=0.0))
+            self.net = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.net.weight)
+            self.ema = copy.deepcopy(self.net)
+            nn.init.constant_(self.net.weight, 1.1)
+
+        def training_step(self, batch, _):
+            return self.net(batch).float().sum()
+
+        def configure_optimizers(self):
+            return self.make_optimizer(self.net.parameters())
+
+        @torch.no_grad()
+        def on_train_batch_end(self, *_):
+            self.ema.weight.mul_(0.999).add_(self.net.state_dict()["weight"], alpha=0.001)
+
+    module = Own()
+    fit(MasterWeightPrecision("bf16"), module, [torch.ones(1, 1)] * 1000)
+    assert abs(module.ema.weight.item() - 1.06323) < 1e-4
+
+
+def test_optimizer_that_evaluates_the_loss_again_is_refused():
+    """Sharpness-aware minimisation would silently become plain SGD."""
+
+    class Sam(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    module = make_module(lambda params: Sam(params, lr=0.1))
+    with pytest.raises(MisconfigurationException, match="Sam evaluates the loss more than once"):
+        fit(MasterWeightPrecision("bf16"), module, make_batches(1))
+
+
+def test_schedule_free_through_lightnings_optimizer():
+    """`self.optimizers().train()` and `.eval()`, as the optimizer's documentation has it."""
+    from schedulefree import AdamWScheduleFree
+
+    class ScheduleFree(TinyModule):
+        def on_train_batch_start(self, *_):
+            self.optimizers().train()
+
+        def on_train_batch_end(self, *_):
+            self.optimizers().eval()
+
+    torch.manual_seed(0)
+    module = ScheduleFree(lambda params: AdamWScheduleFree(params, lr=0.01))
+    plain = copy.deepcopy(module)
+    trainer = fit(MasterWeightPrecision("bf16"), module, make_batches(4))
+    fit(None, plain, make_batches(4))
+    assert type(trainer.optimizers[0]) is AdamWScheduleFree
+    for name, value in snapshot(module).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-2, atol=2e-2)
+
+
+def test_adagrad_state_made_in_the_constructor_is_exact():
+    """0.1 is not a bf16 number: the accumulator must be made from fp32 parameters."""
+    seen = Probe(lambda trainer, m: trainer.optimizers[0].state[m.net.proj.bias]["sum"].clone())
+    zero = make_module(lambda params: torch.optim.Adagrad(params, lr=0.0, initial_accumulator_value=0.1), bad={0})
+    fit(MasterWeightPrecision("bf16"), zero, make_batches(1), callbacks=seen)
+    assert torch.equal(seen.seen[0], torch.full((8,), 0.1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", *HALVES])
+def test_compiled_children_train_like_eager_ones(precision):
+    def run(compile_it):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 2))
+        module, *_ = small_fit(torch.compile(net, backend="eager") if compile_it else net, precision)
+        return {name.replace("_orig_mod.", ""): value for name, value in snapshot(module).items()}
+
+    assert_same(run(True), run(False))
+
+
+def test_compiled_lightning_module_trains():
+    module = make_module()
+    before = snapshot(module)
+    trainer = make_trainer(MasterWeightPrecision("bf16"))
+    trainer.fit(torch.compile(module, backend="eager"), loader(make_batches(2)))
+    assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
+    assert module.net.proj.weight.dtype == torch.float32
+
+
+def test_compiled_fp32_layer_stays_fp32_in_backward():
+    """Section 3: AOTAutograd would trace the backward under the forward's autocast, and 1e5 overflows fp16."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time_embedding = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.time_embedding(x * 1e5) * 1e-5
+
+    setting = torch._functorch.config.backward_pass_autocast
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        net = torch.compile(Scaled(), backend="aot_eager") if compile_it else Scaled()
+        _, plugin, _ = small_fit(net, "fp16")
+        assert plugin.skipped_steps == 0
+    assert torch._functorch.config.backward_pass_autocast == setting
+
+
+def test_new_instances_of_a_swapped_class_are_plain():
+    made = []
+
+    class Makes(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            layer = type(pl_module.net.conv_out)(8, 1, 3)
+            made.append(layer(torch.zeros(1, 8, 4, 4)).dtype)
+
+    fit(MasterWeightPrecision("bf16"), make_module(), make_batches(1), callbacks=Makes())
+    assert made == [torch.float32]
+
+
+def test_half_default_dtype_changes_nothing():
+    module, plain = make_module(), make_module()
+    fit(MasterWeightPrecision("bf16"), plain, make_batches(2))
+    batches = make_batches(2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fit(MasterWeightPrecision("bf16"), module, batches)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(snapshot(module), snapshot(plain))
+
+
+def test_copy_of_a_module_in_mid_fit_is_an_fp32_module_of_its_own():
+    """It trains on in plain PyTorch and in another fit, and its state dict follows its weights."""
+    kept = {}
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            kept.setdefault("net", copy.deepcopy(pl_module.net))
+
+    fit(MasterWeightPrecision("bf16"), make_module(), make_batches(2), callbacks=Copies())
+    net = kept["net"]
+    assert {param.dtype for param in net.parameters()} == {torch.float32}
+    with torch.no_grad():
+        net.proj.weight.mul_(1.0001)
+    assert torch.equal(net.state_dict()["proj.weight"], net.proj.weight)
+    module = make_module()
+    module.net = net
+    before = snapshot(module)
+    fit(MasterWeightPrecision("fp16"), module, make_batches(2))
+    after = snapshot(module)
+    assert not torch.equal(before["net.proj.weight"], after["net.proj.weight"])
+    assert torch.equal(after["net.proj.weight"], module.net.proj.weight)
+
+
+def test_a_plugin_used_again_counts_anew():
+    plugin = MasterWeightPrecision("fp16")
+    for _ in range(2):
+        trainer = fit(plugin, make_module(bad={0}), make_batches(3))
+        assert plugin.real_steps == trainer.global_step == 2
+        assert plugin.loss_scale == 2.0**14
+
+
+def test_fit_without_an_optimizer_counts_as_stock():
+    class Nothing(TinyModule):
+        def configure_optimizers(self):
+            return None
+
+    counts = []
+    for plugin in (MasterWeightPrecision("bf16"), None):
+        trainer = make_trainer(plugin)
+        trainer.fit(Nothing(), loader(make_batches(2)))
+        counts.append(trainer.global_step)
+    assert counts[0] == counts[1]
 
 
 # Errors before training
