@@ -235,9 +235,9 @@ class Borrower:
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
         state = self._states.setdefault(bucket, BucketState(bucket))
         dense = not any(grad.is_sparse for grad in grads if grad is not None)
-        # Vectorised kernels may round the last few elements of a tensor differently. As one tensor go those that are
-        # one anyway, and those so many that each on its own would cost more than its arithmetic.
-        as_one = len(params) == len(bucket.params) and dense and (len(params) == 1 or len(params) > _MANY)
+        # Vectorised kernels may round the last few elements of a tensor differently. As one tensor go parameters that
+        # have no such elements, and those so many that each on its own would cost more than its arithmetic.
+        as_one = len(params) == len(bucket.params) and dense and (bucket.seamless or len(params) > _MANY)
         flat_state = state.gather(self.optimizer.state) if as_one and self.way in ("kernel", "flat") else None
         room = None
         if flat_state is None:

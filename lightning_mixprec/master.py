@@ -185,7 +185,7 @@ class MasterWeights:
         """Fill buckets in order; a bucket has one dtype, one device, and a size that suits the device's cache."""
         queue: list[nn.Parameter] = []
         for param in [param for param in params if param not in self._homes]:
-            limit = 2**19 if param.device.type == "cpu" else 2**23  # elements: 2 MiB and 32 MiB of fp32
+            limit = 2**20 if param.device.type == "cpu" else 2**23  # elements: 4 MiB and 32 MiB of fp32
             if queue and not (
                 all(each.is_contiguous() for each in (queue[-1], param))
                 and (queue[-1].dtype, queue[-1].device) == (param.dtype, param.device)
