@@ -208,10 +208,14 @@ class PrecisionMonitor(Callback):
         self._scale_used = plugin.scaler.scale if plugin is not None else None
         self._grad_norm = None
 
+    def looks_at_gradients(self, trainer: Trainer) -> bool:
+        """Whether this step's gradients are looked at: only then must they be made fp32 for it."""
+        return trainer._logger_connector.should_update_logs
+
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the norm of the unscaled fp32 gradients, if this step is logged."""
-        if not trainer._logger_connector.should_update_logs:
+        if not self.looks_at_gradients(trainer):
             return
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         self._grad_norm = torch.nn.utils.get_total_norm(grads)
@@ -221,7 +225,7 @@ class PrecisionMonitor(Callback):
     ) -> None:
         """Log, if this step is logged."""
         plugin = _plugin(pl_module)
-        if plugin is None or not trainer._logger_connector.should_update_logs:
+        if plugin is None or not self.looks_at_gradients(trainer):
             return
         values = {
             "loss_scale": self._scale_used,

@@ -1,6 +1,6 @@
 """The Lightning plugin: which hook of the Trainer calls which part. No arithmetic of its own.
 
-One training batch, in the order Lightning asks for it::
+One training batch, in the order Lightning asks for it (in manual optimization, in the order the user does)::
 
     train_step_context   autocast to the compute dtype, weight cache off
     pre_backward         loss times the scale
@@ -8,7 +8,8 @@ One training batch, in the order Lightning asks for it::
     optimizer_step       all ranks agree; bad batch: nothing happens but a smaller scale
                          good batch: fp32 unscaled gradients, user hooks, clipping, then the optimizer on the masters
 
-Leaves out: everything that a layer, a weight or the scale does by itself, which lives in the torch-only modules.
+Leaves out: everything that a layer, a weight, a gradient or the scale does by itself, which lives in modules that know
+torch alone, and what the LightningModule and schedulers become for the length of fit (:mod:`lightning_mixprec.guests`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
@@ -31,13 +31,18 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_mixprec.buffers import BufferGuard
+from lightning_mixprec.guests import BuildingModule, Once, TrainingModule, advance_always, rest_over_skips
 from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, compute_context, restore_, swap_
-from lightning_mixprec.master import MasterWeights, found_nonfinite
+from lightning_mixprec.ledger import GradientLedger
+from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.overflow import FirstNonFinite, first_nonfinite
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
@@ -72,6 +77,8 @@ class MasterWeightPrecision(Precision):
         masters: How the fp32 masters are stored, in bytes beside each 16-bit parameter: ``"fp32"`` 4, ``"split"`` 2
             (bf16 only; the same values bit for bit), ``"split24"`` 1 (bf16; 24 bits, rounded stochastically),
             ``"none"`` 0 (bf16; the parameter itself, rounded stochastically).
+        count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
+            stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
 
     Raises:
         ValueError: If an argument has a value that is not among the choices.
@@ -89,6 +96,8 @@ class MasterWeightPrecision(Precision):
         policy: PrecisionPolicy | str = "bf16",
         scaler: DynamicLossScaler | None = None,
         masters: Masters = "fp32",
+        *,
+        count_skipped_steps: bool = False,
     ) -> None:
         self.policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)
         if not (scaler is None or isinstance(scaler, DynamicLossScaler)):
@@ -104,17 +113,26 @@ class MasterWeightPrecision(Precision):
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
         self.scaler = scaler
         self.masters = masters
+        self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
         self.plan: PrecisionPlan | None = None
         self.master_weights: MasterWeights | None = None
         self.step_was_skipped = False
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
-        self._nonfinite: Tensor | None = None  # fp32 [1], noted since the last optimizer step
+        self._ledger: GradientLedger | None = None
+        self._buffers: BufferGuard | None = None
+        self._handles: list[Any] = []  # of hooks on parameters, in manual optimization
+        self._schedulers: list[Any] = []  # that rest over skipped steps, in manual optimization
+        self._in_backward = False
+        self._advance_schedules = True
+        self._skipped_optimizers: set[Optimizer] = set()  # in this batch
+        self._batch: Any = None  # the last one, for a diagnosis
+        self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
+        self._trace: FirstNonFinite | None = None
+        self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._compiled_backward: Any = None  # torch's setting, while ours is in place
         self._rounding: dict[str, Any] = {}
-        self._advance_schedules = True
-        self._last_nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
 
     # Public state, exact after every training batch
 
@@ -154,10 +172,8 @@ class MasterWeightPrecision(Precision):
         trainer: Any = module.trainer
         _refuse_strategy(trainer.strategy)
         fitting = trainer.state.fn == "fit"
-        if fitting:
-            self._refuse_loop(module)
-            if trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
-                self.scaler.reset()
+        if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
+            self.scaler.reset()
         _refuse_averaging(trainer.callbacks, module)
         self.plan = self.policy.resolve(module)
         self._module = module
@@ -176,7 +192,7 @@ class MasterWeightPrecision(Precision):
             masters = self.masters if fitting else "fp32"
             self.master_weights = MasterWeights(module, self.plan.parameters, masters)
             if fitting:
-                swap_(module, _BuildingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+                swap_(module, BuildingModule, self._device.type, self.compute_dtype, wraps_forward=False)
             rank_zero_info(
                 f"{type(self).__name__}: {len(self.master_weights)} of {len(list(module.parameters()))} parameter "
                 f"tensors are {self.policy.compute} with fp32 masters; print(trainer.precision_plugin.plan) lists them."
@@ -193,27 +209,44 @@ class MasterWeightPrecision(Precision):
                     f"LBFGS evaluates the loss several times in one step, which {self.policy.compute} master weights "
                     "and loss scaling cannot follow. Use MasterWeightPrecision('fp32'), or another optimizer."
                 )
-        if len(optimizers) > 1:
-            raise MisconfigurationException(
-                f"{type(self).__name__} trains one optimizer, configure_optimizers returned {len(optimizers)}. "
-                "Put the parameters into groups of one optimizer."
-            )
         self.scaler.to(self._device)
-        assert self._module is not None
+        module = self._module
+        assert module is not None
+        ddp = isinstance(module.trainer.strategy, DDPStrategy)
         if self.master_weights is not None:
             # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
-            release = bool(optimizers) and not isinstance(self._module.trainer.strategy, DDPStrategy)
-            self.master_weights.allocate(optimizers, release_others=release)
-        if optimizers:
-            # Only now: Lightning looks for overridden hooks while it sets up schedulers.
-            restore_(self._module, below=False)
-            swap_(self._module, _TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+            self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
+        if not optimizers:
+            return model, optimizers, lr_schedulers
+        self._ledger = GradientLedger(
+            optimizers, self.scaler, self.master_weights, self._device, accumulate_in_fp32=not ddp
+        )
+        self._buffers = BufferGuard(module)
+        # Only now: Lightning looks for overridden hooks while it sets up schedulers.
+        restore_(module, below=False)
+        swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+        if not module.automatic_optimization:
+            self._schedulers = [rest_over_skips(config.scheduler, self) for config in lr_schedulers]
+            if not self.scaler.is_identity:
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        for param in group["params"]:
+                            hook = param.register_post_accumulate_grad_hook(self._refuse_unscaled_backward)
+                            self._handles.append(hook)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         module, self._module = self._module, None
-        self._nonfinite = self._last_nonfinite_loss = None
+        self._ledger = self._buffers = self._batch = self._nonfinite_loss = None
+        if self._trace is not None:
+            self._trace.stop()
+            self._trace = None
+        for handle in self._handles:
+            handle.remove()
+        for scheduler in self._schedulers:
+            advance_always(scheduler)
+        self._handles, self._schedulers = [], []
         if module is None:
             return
         if self.master_weights is not None:
@@ -243,124 +276,220 @@ class MasterWeightPrecision(Precision):
         with torch.no_grad(), self.forward_context():
             yield
 
+    def convert_input(self, data: Any) -> Any:
+        """The batch as it is: layers cast what enters them, and a timestep of 999 stays 999."""
+        self._batch = data
+        return data
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Autocast around `training_step`; in manual optimization also the beginning and the end of a batch."""
+        ledger, module = self._ledger, self._module
+        if self._buffers is not None and ledger is not None and not ledger.window_open:
+            self._buffers.remember()
+        if self._trace is not None:
+            self._trace.clear()
+        manual = module is not None and not module.automatic_optimization
+        if manual:
+            self._begin_batch()
+        with self.forward_context():
+            yield
+        if manual and module is not None:
+            self._end_batch(module)
+
     # Backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss; let gradients that this backward adds to be fp32."""
-        self._last_nonfinite_loss = ~torch.isfinite(tensor.detach()).all()
-        # Under DDP the reducer's buckets are 16-bit, so micro-batches are summed as they are.
-        if self.master_weights is not None and not isinstance(module.trainer.strategy, DDPStrategy):
-            self.master_weights.accumulate_in_fp32(module.parameters())
-        return super().pre_backward(self.scaler.scale_loss(tensor), module)
+        assert self._ledger is not None
+        self._nonfinite_loss = ~torch.isfinite(tensor.detach()).all()
+        self._take_partial_gradients(module)
+        self._ledger.before_backward()
+        with self._no_autocast():
+            return super().pre_backward(self.scaler.scale_loss(tensor), module)
+
+    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Backward, never under autocast."""
+        self._in_backward = True
+        try:
+            with self._no_autocast():
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+        finally:
+            self._in_backward = False
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
-        optimizers = module.trainer.optimizers
-        self._note_nonfinite([p for opt in optimizers for group in opt.param_groups for p in group["params"]])
-        unscaled = super().post_backward(tensor, module)
+        assert self._ledger is not None
+        self._ledger.after_backward()
+        with self._no_autocast():
+            unscaled = super().post_backward(tensor, module)
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip true gradients: in manual optimization they are unscaled here first."""
+        if self._ledger is not None:
+            self._ledger.unscale(getattr(optimizer, "_optimizer", optimizer))
+        super().clip_gradients(optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run forward and backward, then step on the masters, or not at all if a gradient was not finite."""
+        ledger = self._ledger
+        assert ledger is not None
         if isinstance(optimizer, LBFGS):  # fp32 only: it evaluates the closure itself, as often as it likes
             steppable: Any = optimizer
             output = super().optimizer_step(steppable, model=model, closure=closure, **kwargs)
             self.scaler.update(torch.zeros((), device=self._device))
             return output
-        self.step_was_skipped, self._advance_schedules = False, True
+        if model.automatic_optimization:
+            self._begin_batch()
         result = closure()
+        with self._no_autocast():
+            output = self._step_or_skip(ledger, optimizer, model, result, kwargs)
+        if model.automatic_optimization:
+            self._end_batch(model)
+        return output
+
+    def _step_or_skip(
+        self, ledger: GradientLedger, optimizer: Any, model: LightningModule, result: Any, kwargs: dict[str, Any]
+    ) -> Any:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if params and all(param.grad is None for param in params):  # training_step returned None: no step, no skip
+        if params and not ledger.has_gradients(optimizer):  # training_step returned None, or an idle optimizer
+            self._advance_schedules = False
             self._uncount_step(model)
             return result
-        if self._agree_nonfinite():
-            self._skip(model, params)
-            return result
-        self._unscale(params)
-        self._after_closure(model, optimizer)
-        self._note_nonfinite(params)  # user code may have written one
-        if self._agree_nonfinite():
-            self._skip(model, params)
+        overflowed = ledger.overflowed(optimizer)
+        if not overflowed and self._gradients_are_watched(model):
+            ledger.unscale(optimizer)
+            self._after_closure(model, optimizer)
+            ledger.note(optimizer)  # user code may have written one
+            overflowed = ledger.overflowed(optimizer)
+        if overflowed:
+            self._skip(ledger, optimizer, model)
             return result
 
         def step() -> Any:
-            return optimizer.step(closure=_Once(optimizer, result), **kwargs)
+            return optimizer.step(closure=Once(optimizer, result), **kwargs)
 
-        output = step() if self.master_weights is None else self.master_weights.step(optimizer, step)
-        if self.master_weights is not None:
-            self.master_weights.release_gradients(params)
-        self.scaler.update(torch.zeros((), device=self._device))
-        return output
+        return ledger.step(optimizer, step)
 
-    def _note_nonfinite(self, params: list[nn.Parameter]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        found = found_nonfinite(grads, self._device)
-        self._nonfinite = found if self._nonfinite is None else torch.maximum(self._nonfinite, found)
-
-    def _agree_nonfinite(self) -> bool:
-        """Whether any rank has noted a non-finite gradient since the last call. The one wait for the device."""
-        found, self._nonfinite = self._nonfinite, None
-        if found is None:
-            return False
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
-
-    def _unscale(self, params: list[nn.Parameter]) -> None:
-        inverse_scale = None if self.scaler.is_identity else self.scaler.inverse_scale()
-        if self.master_weights is not None:
-            self.master_weights.unscale_gradients(params, inverse_scale)
-        elif inverse_scale is not None:
-            torch._foreach_mul_([param.grad for param in params if param.grad is not None], inverse_scale)
-
-    def _skip(self, model: LightningModule, params: list[nn.Parameter]) -> None:
+    def _skip(self, ledger: GradientLedger, optimizer: Optimizer, model: LightningModule) -> None:
         self.step_was_skipped = True
-        self._uncount_step(model)
-        at_floor = self.scaler.at_floor
-        self.scaler.update(torch.ones((), device=self._device))
-        self._stop_if_hopeless(model, at_floor)
-        if self.master_weights is not None:
-            self.master_weights.release_gradients(params)
-        else:
-            for param in params:
-                param.grad = None
+        self._skipped_optimizers.add(optimizer)
+        if self._is_hopeless():
+            raise NonFiniteGradientsError(self._report(model))
+        ledger.skip(optimizer)
+        if not self.count_skipped_steps:
+            self._advance_schedules = False
+            self._uncount_step(model)
+
+    def _begin_batch(self) -> None:
+        self.step_was_skipped, self._advance_schedules = False, True
+        self._skipped_optimizers.clear()
+
+    def _end_batch(self, model: LightningModule) -> None:
+        assert self._ledger is not None
+        stepped = self._ledger.end_batch()
+        if stepped is None:
+            return
+        if stepped:
+            if self._trace is not None:
+                self._trace.stop()
+                self._trace = None
+            return
+        if self._buffers is not None:
+            self._buffers.restore_()
+        # The next batch may be the last: have it watched, so that the error can name where it begins.
+        last_chance = self.consecutive_skips + 1 >= self.scaler.max_consecutive_skips
+        if self._trace is None and (last_chance or self.scaler.at_floor):
+            self._trace = FirstNonFinite(model)
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
-        self._advance_schedules = False
-        progress = model.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        loop = model.trainer.fit_loop.epoch_loop
+        automatic = loop.automatic_optimization.optim_progress.optimizer.step
+        progress = automatic if model.automatic_optimization else loop.manual_optimization.optim_step_progress
         for tracker in (progress.total, progress.current):
             tracker.ready -= 1
             tracker.completed -= 1  # Lightning adds one to it when this step returns
 
-    def _stop_if_hopeless(self, model: LightningModule, at_floor: bool) -> None:
-        loss_is_finite = self._last_nonfinite_loss is None or not bool(self._last_nonfinite_loss)
-        skips = self.consecutive_skips
-        if skips < self.scaler.max_consecutive_skips and (loss_is_finite or not at_floor):
-            return
+    def _gradients_are_watched(self, model: LightningModule) -> bool:
+        """Whether user code, clipping or a callback looks at (or may have written to) the gradients of this step."""
+        trainer: Any = model.trainer
+        if trainer.gradient_clip_val or not model.automatic_optimization:
+            return True
+        hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+        if any(is_overridden(hook, model, parent=LightningModule) for hook in hooks):
+            return True
+        for callback in trainer.callbacks:
+            looks = getattr(callback, "looks_at_gradients", None)
+            if looks is not None:
+                if looks(trainer):
+                    return True
+            elif any(is_overridden(hook, callback, parent=Callback) for hook in hooks[:2]):
+                return True
+        return False
+
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, enabled=False)
+
+    def _refuse_unscaled_backward(self, param: nn.Parameter) -> None:
+        if not self._in_backward:
+            raise MisconfigurationException(
+                "A loss was sent backward by `loss.backward()`, without the loss scale that the step will divide by. "
+                "In manual optimization write `self.manual_backward(loss)`."
+            )
+
+    def _take_partial_gradients(self, module: LightningModule) -> None:
+        partial, self._partial = self._partial, {}
+        for name, param in module.named_parameters():
+            if name in partial:
+                if partial[name].dtype != param.dtype:
+                    param.grad_dtype = None
+                param.grad = partial[name].to(param.device)
+
+    # When halving does not help
+
+    def _is_hopeless(self) -> bool:
+        """Whether this skip is one too many, or one that no scale can cure. Reads the device."""
+        loss_is_finite = self._nonfinite_loss is None or not bool(self._nonfinite_loss)
+        too_many = self.consecutive_skips + 1 >= self.scaler.max_consecutive_skips
+        return too_many or (self.scaler.at_floor and not loss_is_finite)
+
+    def _report(self, model: LightningModule) -> str:
+        loss_is_finite = self._nonfinite_loss is None or not bool(self._nonfinite_loss)
+        loss = "was finite" if loss_is_finite else "was not finite either, so a smaller scale cannot help"
+        loop = model.trainer.fit_loop.epoch_loop
         bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-        loss = "was finite" if loss_is_finite else "was not finite either, so look at the data and the forward pass"
-        raise NonFiniteGradientsError(
-            f"{skips} training batches in a row had non-finite gradients; the last is batch "
-            f"{model.trainer.fit_loop.epoch_loop.batch_idx} of epoch {model.trainer.current_epoch}, after "
-            f"{self.real_steps} real steps. The loss {loss}. The loss scale is {self.loss_scale:g}. First of "
-            f"{len(bad)} parameters with a non-finite gradient: {', '.join(bad[:3]) or 'none is left to see'}. "
-            f"Weights are those of the last good step. Try bf16, name the layer in PrecisionPolicy(fp32=[...]), or "
-            f"lower the learning rate; DynamicLossScaler(max_consecutive_skips=...) sets the patience."
+        return (
+            f"{self.consecutive_skips + 1} training batches in a row had non-finite gradients; the last is batch "
+            f"{loop.batch_idx} of epoch {model.trainer.current_epoch}, after {self.real_steps} real steps. "
+            f"The loss {loss}. The loss scale is {self.loss_scale:g}, it started at {self.scaler.init_scale:g}. "
+            f"First non-finite: {first_nonfinite(model, self._batch, self._trace)}. "
+            f"{len(bad)} parameters have a non-finite gradient{': ' if bad else ''}{', '.join(bad[:3])}. Weights are "
+            "those of the last good step. Look at the data of this batch; try bf16; keep the layer in fp32 with "
+            "PrecisionPolicy(fp32=[...]); lower the learning rate. DynamicLossScaler(max_consecutive_skips=...) sets "
+            "the patience."
         )
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``."""
+        state: dict[str, Any] = dict(self.scaler.state_dict())
         rounding = self.master_weights.state_dict() if self.master_weights is not None else self._rounding
-        return {**self.scaler.state_dict(), **({"rounding": rounding} if rounding else {})}
+        if rounding:
+            state["rounding"] = rounding
+        if self._ledger is not None and self._ledger.window_open and self._module is not None:
+            named = self._module.named_parameters()
+            state["partial_gradients"] = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over loss scale and step counters."""
+        """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
         self.scaler.load_state_dict(state_dict)
+        self._partial = dict(state_dict.get("partial_gradients", {}))
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
 
@@ -385,50 +514,6 @@ class MasterWeightPrecision(Precision):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r}, scaler={self.scaler!r}, masters={self.masters!r})"
-
-    def _refuse_loop(self, module: LightningModule) -> None:
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self).__name__} does not scale and skip in manual optimization yet. Set "
-                f"`automatic_optimization = True` in {type(module).__name__}."
-            )
-
-
-class _BuildingModule(ComputeLayer):
-    """What the user's LightningModule is while its optimizers are made: they are made with the fp32 values."""
-
-    trainer: Any
-
-    def configure_optimizers(self) -> Any:
-        with self.trainer.precision_plugin.master_weights.shown_in(self):
-            return super().configure_optimizers()  # type: ignore[misc]
-
-
-class _Once:
-    """The closure handed to an optimizer: the loss is known already, and asking again would not evaluate it again."""
-
-    def __init__(self, optimizer: Optimizer, result: Any) -> None:
-        self._optimizer, self._result, self._asked = optimizer, result, False
-
-    def __call__(self) -> Any:
-        if self._asked:
-            raise MisconfigurationException(
-                f"{type(self._optimizer).__name__} evaluates the loss more than once in a step, which master weights "
-                "and loss scaling cannot follow. Use another optimizer, or Lightning's own precision='32-true'."
-            )
-        self._asked = True
-        return self._result
-
-
-class _TrainingModule(ComputeLayer):
-    """What the user's LightningModule becomes for the length of ``fit``: schedules rest while a step is skipped."""
-
-    trainer: Any
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        per_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.trainer.lr_scheduler_configs)
-        if not per_step or self.trainer.precision_plugin._advance_schedules:
-            super().lr_scheduler_step(scheduler, metric)  # type: ignore[misc]
 
 
 def _called_directly(module: nn.Module) -> Iterator[nn.Module]:

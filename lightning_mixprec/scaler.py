@@ -169,18 +169,21 @@ class DynamicLossScaler:
         return self.scale.double().reciprocal().float()
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, stepped: bool | None = None) -> None:
         """Account for one training batch, without reading anything back from the device.
 
         Args:
             found_inf: Bool or float [], true where any gradient of the batch was inf or NaN. With several ranks it
                 must already be the same on all of them.
+            stepped: Whether any optimizer stepped in this batch; None means that it did unless ``found_inf``. With
+                several optimizers one can step while another has to skip.
         """
         bad = found_inf.to(torch.bool)
         good = (~bad).to(torch.int64)
-        self.real_steps = self.real_steps + good
+        real = good if stepped is None else torch.full_like(good, int(stepped))
+        self.real_steps = self.real_steps + real
         self.skipped_steps = self.skipped_steps + (1 - good)
-        self.consecutive_skips = (self.consecutive_skips + 1) * (1 - good)
+        self.consecutive_skips = (self.consecutive_skips + 1) * (1 - real)
         if self.is_static:
             return
         tokens = self.hysteresis_tracker - (1 - good)

@@ -8,12 +8,15 @@ ROOT = Path(__file__).parent.parent
 TORCH_ONLY = {
     "policy": set(),
     "scaler": set(),
+    "buffers": set(),
+    "overflow": set(),
     "layers": set(),
     "storage": set(),
     "probe": set(),
     "bucket_state": {"storage"},
     "borrow": {"bucket_state", "probe", "storage"},
     "master": {"borrow", "storage"},
+    "ledger": {"master", "scaler"},
 }
 
 

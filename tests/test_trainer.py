@@ -989,14 +989,6 @@ def test_lbfgs_is_refused_by_name(precision):
     assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
 
 
-def test_loops_not_supported_yet_are_refused():
-    module = make_module()
-    module.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="automatic_optimization = True"):
-        fit(MasterWeightPrecision("bf16"), module, make_batches(1))
-    assert {param.dtype for param in module.parameters()} == {torch.float32}
-
-
 def test_stock_weight_averaging_is_refused_naming_ours():
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
