@@ -38,7 +38,9 @@ class BufferGuard:
     def remember(self) -> None:
         """Take copies of the buffers that may change in what comes next; call once before each window of batches."""
         for key, (tensor, _, version) in self._kept.items():
-            if key[0]._buffers.get(key[1]) is tensor and tensor._version == version:
+            # Torch's normalisation kernels write to their statistics without counting a version.
+            silent = isinstance(key[0], nn.modules.batchnorm._NormBase)
+            if not silent and key[0]._buffers.get(key[1]) is tensor and tensor._version == version:
                 self._constant.add(key)
         self._kept.clear()
         for module in self._module.modules():
@@ -51,12 +53,9 @@ class BufferGuard:
     @torch.no_grad()
     def restore_(self) -> None:
         """Put back what was remembered, in place where the tensor is still the same one."""
-        for (module, name), (tensor, copy, version) in self._kept.items():
-            current = module._buffers.get(name)
-            if current is not tensor:
-                module._buffers[name] = tensor
-            if current is not tensor or tensor._version != version:
-                tensor.copy_(copy)
+        for (module, name), (tensor, copy, _) in self._kept.items():
+            module._buffers[name] = tensor
+            tensor.copy_(copy)
         self.remember()
 
 

@@ -72,7 +72,7 @@ class MasterWeights:
         self._settled = False
         self._as_given: dict[nn.Parameter, Tensor] = {}  # frozen parameter computing in fp32 -> its 16-bit original
         self._borrowers: dict[Optimizer, Borrower] = {}
-        self._widened: list[nn.Parameter] = []  # 16-bit parameters that carry an fp32 gradient
+        self._widened: set[nn.Parameter] = set()  # 16-bit parameters that carry an fp32 gradient
         self._handles: list[Any] = []
         _refuse_overlap(module)
         for name, param in module.named_parameters():
@@ -104,7 +104,7 @@ class MasterWeights:
         clone = object.__new__(MasterWeights)
         memo[id(self)] = clone
         clone.__dict__.update(masters=self.masters, _seed=self._seed, _generators={}, _settled=True)
-        clone.__dict__.update(_stand_ins={}, _homes={}, _borrowers={}, _widened=[], _handles=[])
+        clone.__dict__.update(_stand_ins={}, _homes={}, _borrowers={}, _widened=set(), _handles=[])
         clone._as_given = deepcopy(self._as_given, memo)
         for param in self._stand_ins:
             copied = deepcopy(param, memo)
@@ -304,7 +304,7 @@ class MasterWeights:
                 grad = param.grad.float()
                 param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
                 param.grad = grad
-                self._widened.append(param)
+                self._widened.add(param)
 
     @torch.no_grad()
     def unscale_gradients(self, params: Iterable[nn.Parameter], inverse_scale: Tensor | None = None) -> None:
@@ -327,10 +327,9 @@ class MasterWeights:
         """Drop the gradients: fp32 ones would cost 4 bytes a parameter until the next backward, and break DDP's."""
         for param in params:
             param.grad = None
-        for param in self._widened:
-            param.grad = None
-            param.grad_dtype = param.dtype
-        self._widened.clear()
+            if self._widened and param in self._widened:
+                param.grad_dtype = param.dtype
+                self._widened.discard(param)
 
     def step(self, optimizer: Optimizer, call: Callable[[], Any], inverse_scale: Tensor | None = None) -> Any:
         """Step ``optimizer`` on the fp32 values with the gradients that the parameters hold, then round them again.

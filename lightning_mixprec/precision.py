@@ -360,11 +360,14 @@ class MasterWeightPrecision(Precision):
             self._uncount_step(model)
             return result
         overflowed = ledger.overflowed(optimizer)
-        if not overflowed and self._gradients_are_watched(model):
-            ledger.unscale(optimizer)
+        if not overflowed:
+            by_user = self._user_code_sees_gradients(model)
+            if by_user or model.trainer.gradient_clip_val:
+                ledger.unscale(optimizer)
             self._after_closure(model, optimizer)
-            ledger.note(optimizer)  # user code may have written one
-            overflowed = ledger.overflowed(optimizer)
+            if by_user:  # and may have written something that is not finite
+                ledger.note(optimizer)
+                overflowed = ledger.overflowed(optimizer)
         if overflowed:
             self._skip(ledger, optimizer, model)
             return result
@@ -414,10 +417,10 @@ class MasterWeightPrecision(Precision):
             tracker.ready -= 1
             tracker.completed -= 1  # Lightning adds one to it when this step returns
 
-    def _gradients_are_watched(self, model: LightningModule) -> bool:
-        """Whether user code, clipping or a callback looks at (or may have written to) the gradients of this step."""
+    def _user_code_sees_gradients(self, model: LightningModule) -> bool:
+        """Whether a hook looks at the gradients of this step, or may have written to them since backward."""
         trainer: Any = model.trainer
-        if trainer.gradient_clip_val or not model.automatic_optimization:
+        if not model.automatic_optimization:
             return True
         hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
         if any(is_overridden(hook, model, parent=LightningModule) for hook in hooks):
