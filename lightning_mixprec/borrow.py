@@ -24,11 +24,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_mixprec.bucket_state import BucketState
+from lightning_mixprec.fused_adam import fused_adam, has_fused_kernel
 from lightning_mixprec.probe import classify, without_step_hooks
+from lightning_mixprec.scratch import Scratch, gather_gradients
 from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -89,7 +90,7 @@ class Borrower:
         for state in optimizer.state.values():  # made from 16-bit parameters, by an optimizer that was made in mid-fit
             state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in _HALF})
         way, reason = classify(optimizer)
-        self.way: str = "kernel" if way == "flat" and _has_fused_kernel(optimizer) else way
+        self.way: str = "kernel" if way == "flat" and has_fused_kernel(optimizer) else way
         if way == "whole" and masters != "fp32":
             raise ValueError(
                 f"masters={masters!r} steps on a part of the weights at a time, which {type(optimizer).__name__} "
@@ -246,13 +247,13 @@ class Borrower:
             lent = {param: self._show(param, bucket.view(values, bucket.index[param])) for param in params}
         else:
             whole = nn.Parameter(values)
-            whole.grad = room = _gather_gradients(bucket, scratch.take(bucket), inverse_scale)
+            whole.grad = room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
         if self.way == "kernel" and dense:
             if flat_state is None:
-                _fused_adam(group, list(lent.values()), [self.optimizer.state[param] for param in params])
+                fused_adam(group, list(lent.values()), [self.optimizer.state[param] for param in params])
                 self._hide(bucket, values, lent)
             else:
-                _fused_adam(group, [whole], [flat_state])
+                fused_adam(group, [whole], [flat_state])
                 state.scatter(self.optimizer.state, flat_state)
             bucket.write(values, room)  # while it is in the cache
             scratch.reset(mark)
@@ -354,33 +355,6 @@ class Borrower:
         self._put_back()
 
 
-class Scratch:
-    """fp32 tensors of a step, used over and over: allocated when first needed, gone with the step."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._taken: list[Tensor] = []
-
-    def take(self, bucket: Bucket) -> Tensor:
-        """Fp32 [n] on the bucket's device, to be had until :meth:`reset`; its content is arbitrary."""
-        device, size = bucket.half.device, bucket.numel
-        for index, tensor in enumerate(self._free):
-            if tensor.device == device and tensor.numel() >= size:
-                self._taken.append(self._free.pop(index))
-                return self._taken[-1][:size]
-        self._taken.append(torch.empty(size, device=device))
-        return self._taken[-1]
-
-    def mark(self) -> int:
-        """A point in time, for :meth:`reset`."""
-        return len(self._taken)
-
-    def reset(self, mark: int = 0) -> None:
-        """Take back what was taken since ``mark``."""
-        self._free += self._taken[mark:]
-        del self._taken[mark:]
-
-
 @contextmanager
 def _holding(group: dict[str, Any], params: list[nn.Parameter]) -> Iterator[None]:
     kept = group["params"][:]
@@ -398,66 +372,10 @@ def _take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:
         stand_in.data = view
 
 
-def _gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) -> Tensor:
-    """The bucket's gradients end to end in ``out``, fp32 [n], unscaled; 16-bit ones still carry the loss scale."""
-    grads: list[Any] = [param.grad for param in bucket.params]
-    small = bucket.packed and bucket.used < 2**14 * len(grads)
-    if small and len({grad.dtype for grad in grads}) == 1 and all(map(Tensor.is_contiguous, grads)):
-        out[: bucket.used].copy_(torch._utils._flatten_dense_tensors(grads))  # one pass for many tensors
-    else:
-        if not bucket.packed:
-            out.zero_()
-        for view, grad in zip(bucket.views(out), grads, strict=True):
-            view.copy_(grad)
-    out[bucket.used :].zero_()
-    if inverse_scale is not None and grads[0].dtype != torch.float32:
-        out.mul_(inverse_scale)
-    return out
-
-
 def _step_hooks(optimizer: Optimizer, kind: str) -> list[Callable[..., Any]]:
     own = getattr(optimizer, f"_optimizer_step_{kind}_hooks")
     everywhere = _global_optimizer_pre_hooks if kind == "pre" else _global_optimizer_post_hooks
     return [*everywhere.values(), *own.values()]
-
-
-def _has_fused_kernel(optimizer: Optimizer) -> bool:
-    exact = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    return exact and all(group["fused"] and not group["differentiable"] for group in optimizer.param_groups)
-
-
-def _fused_adam(group: dict[str, Any], params: list[nn.Parameter], states: list[dict[str, Any]]) -> None:
-    """Torch's fused Adam or AdamW on fp32 parameters, without the bookkeeping of ``optimizer.step``."""
-    for param, state in zip(params, states, strict=True):
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
-            if group["amsgrad"]:
-                state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
-    beta1, beta2 = group["betas"]
-    values: list[Any] = list(params)
-    grads: list[Any] = [param.grad for param in params]
-    adam(
-        values,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-        [state["step"] for state in states],
-        foreach=False,
-        fused=True,
-        capturable=group["capturable"],
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        has_complex=False,
-        amsgrad=group["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
 
 
 def _own_scalars(_: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -15,35 +15,36 @@ torch alone, and what the LightningModule and schedulers become for the length o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-    XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_mixprec.buffers import BufferGuard
 from lightning_mixprec.guests import BuildingModule, Once, TrainingModule, advance_always, rest_over_skips
 from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.overflow import FirstNonFinite, first_nonfinite
+from lightning_mixprec.overflow import FirstNonFinite
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.questions import (
+    called_directly,
+    refuse_averaging,
+    refuse_optimizers,
+    refuse_strategy,
+    report,
+    user_code_sees_gradients,
+)
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
 
@@ -66,7 +67,8 @@ class MasterWeightPrecision(Precision):
 
     Pass it to the Trainer in place of ``precision=``. During ``fit`` the parameters of 16-bit layers are 16-bit
     tensors with fp32 masters behind them; ``state_dict``, checkpoints, the gradients that hooks see and the module
-    after ``fit`` are fp32. Runs on one device and under DDP.
+    after ``fit`` are fp32. Runs on one device and under DDP, in automatic and manual optimization, with any number of
+    optimizers.
 
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``
@@ -170,11 +172,11 @@ class MasterWeightPrecision(Precision):
         self.teardown()  # of an earlier stage that ended without one
         restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer
-        _refuse_strategy(trainer.strategy)
+        refuse_strategy(trainer.strategy)
         fitting = trainer.state.fn == "fit"
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
-        _refuse_averaging(trainer.callbacks, module)
+        refuse_averaging(trainer.callbacks, module)
         self.plan = self.policy.resolve(module)
         self._module = module
         self._device = trainer.strategy.root_device
@@ -185,7 +187,7 @@ class MasterWeightPrecision(Precision):
                 kind = kinds.get(self.plan.kinds.get(name, "compute"))
                 if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
                     swap_(layer, kind, self._device.type, self.compute_dtype)
-            for layer in _called_directly(module):
+            for layer in called_directly(module):
                 swap_(layer, ComputeLayer, self._device.type, self.compute_dtype)
             self._compiled_backward = _set_backward_autocast("off")
             # Outside of fit nothing is updated, and rungs that would round are not needed.
@@ -203,12 +205,7 @@ class MasterWeightPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Follow the module to its device and open the masters to the optimizers."""
-        for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS) and self.compute_dtype != torch.float32:
-                raise MisconfigurationException(
-                    f"LBFGS evaluates the loss several times in one step, which {self.policy.compute} master weights "
-                    "and loss scaling cannot follow. Use MasterWeightPrecision('fp32'), or another optimizer."
-                )
+        refuse_optimizers(optimizers, self.policy.compute)
         self.scaler.to(self._device)
         module = self._module
         assert module is not None
@@ -297,6 +294,26 @@ class MasterWeightPrecision(Precision):
         if manual and module is not None:
             self._end_batch(module)
 
+    def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
+        """Gradients of ``loss`` as ``torch.autograd.grad`` has them, made with the loss scale and divided by it: fp32.
+
+        For what looks at gradients inside a step, such as the adaptive weight of a VQGAN's adversarial loss: made
+        without the scale they vanish in fp16 (https://github.com/CompVis/latent-diffusion/issues/176).
+
+        Args:
+            loss: fp32 [].
+            inputs: Tensors to differentiate by, of any shapes.
+            **kwargs: Of ``torch.autograd.grad``, such as ``retain_graph=True``.
+
+        Example:
+            >>> x = torch.ones(2, requires_grad=True)
+            >>> MasterWeightPrecision("fp16").scaled_grad(x.sum(), [x])
+            (tensor([1., 1.]),)
+        """
+        with self._no_autocast():
+            grads = torch.autograd.grad(self.scaler.scale_loss(loss), inputs, **kwargs)
+            return tuple(grad.float() * self.scaler.inverse_scale() for grad in grads)
+
     # Backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -361,7 +378,7 @@ class MasterWeightPrecision(Precision):
             return result
         overflowed = ledger.overflowed(optimizer)
         if not overflowed:
-            by_user = self._user_code_sees_gradients(model)
+            by_user = user_code_sees_gradients(model)
             if by_user or model.trainer.gradient_clip_val:
                 ledger.unscale(optimizer)
             self._after_closure(model, optimizer)
@@ -381,7 +398,10 @@ class MasterWeightPrecision(Precision):
         self.step_was_skipped = True
         self._skipped_optimizers.add(optimizer)
         if self._is_hopeless():
-            raise NonFiniteGradientsError(self._report(model))
+            raise NonFiniteGradientsError(
+                f"{self.consecutive_skips + 1} training batches in a row had non-finite gradients; "
+                + report(model, self.scaler, self._batch, self._trace, self._loss_is_finite())
+            )
         ledger.skip(optimizer)
         if not self.count_skipped_steps:
             self._advance_schedules = False
@@ -417,23 +437,6 @@ class MasterWeightPrecision(Precision):
             tracker.ready -= 1
             tracker.completed -= 1  # Lightning adds one to it when this step returns
 
-    def _user_code_sees_gradients(self, model: LightningModule) -> bool:
-        """Whether a hook looks at the gradients of this step, or may have written to them since backward."""
-        trainer: Any = model.trainer
-        if not model.automatic_optimization:
-            return True
-        hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-        if any(is_overridden(hook, model, parent=LightningModule) for hook in hooks):
-            return True
-        for callback in trainer.callbacks:
-            looks = getattr(callback, "looks_at_gradients", None)
-            if looks is not None:
-                if looks(trainer):
-                    return True
-            elif any(is_overridden(hook, callback, parent=Callback) for hook in hooks[:2]):
-                return True
-        return False
-
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
 
@@ -456,25 +459,11 @@ class MasterWeightPrecision(Precision):
 
     def _is_hopeless(self) -> bool:
         """Whether this skip is one too many, or one that no scale can cure. Reads the device."""
-        loss_is_finite = self._nonfinite_loss is None or not bool(self._nonfinite_loss)
         too_many = self.consecutive_skips + 1 >= self.scaler.max_consecutive_skips
-        return too_many or (self.scaler.at_floor and not loss_is_finite)
+        return too_many or (self.scaler.at_floor and not self._loss_is_finite())
 
-    def _report(self, model: LightningModule) -> str:
-        loss_is_finite = self._nonfinite_loss is None or not bool(self._nonfinite_loss)
-        loss = "was finite" if loss_is_finite else "was not finite either, so a smaller scale cannot help"
-        loop = model.trainer.fit_loop.epoch_loop
-        bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-        return (
-            f"{self.consecutive_skips + 1} training batches in a row had non-finite gradients; the last is batch "
-            f"{loop.batch_idx} of epoch {model.trainer.current_epoch}, after {self.real_steps} real steps. "
-            f"The loss {loss}. The loss scale is {self.loss_scale:g}, it started at {self.scaler.init_scale:g}. "
-            f"First non-finite: {first_nonfinite(model, self._batch, self._trace)}. "
-            f"{len(bad)} parameters have a non-finite gradient{': ' if bad else ''}{', '.join(bad[:3])}. Weights are "
-            "those of the last good step. Look at the data of this batch; try bf16; keep the layer in fp32 with "
-            "PrecisionPolicy(fp32=[...]); lower the learning rate. DynamicLossScaler(max_consecutive_skips=...) sets "
-            "the patience."
-        )
+    def _loss_is_finite(self) -> bool:
+        return self._nonfinite_loss is None or not bool(self._nonfinite_loss)
 
     # Checkpoints
 
@@ -517,42 +506,6 @@ class MasterWeightPrecision(Precision):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r}, scaler={self.scaler!r}, masters={self.masters!r})"
-
-
-def _called_directly(module: nn.Module) -> Iterator[nn.Module]:
-    """The children that a hook calls as ``pl_module.net(x)``; those of a ModuleList, ``pl_module.nets[0](x)``."""
-    for child in module.children():
-        child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
-        if type(child).forward is nn.Module.forward:
-            yield from _called_directly(child)
-        elif next(child.parameters(), None) is not None and "forward" not in child.__dict__:
-            yield child
-
-
-def _refuse_strategy(strategy: Any) -> None:
-    foreign = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy))
-    if foreign or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        raise MisconfigurationException(
-            f"MasterWeightPrecision does not run under {type(strategy).__name__}, which owns its precision or shards "
-            "parameters. Use Trainer(strategy='ddp') on several devices, or strategy='auto' on one."
-        )
-
-
-def _refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
-    for callback in callbacks:
-        stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-        if stock and not getattr(callback, "averages_master_weights", False):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
-                "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
-            )
-    for name, each in module.named_modules():
-        if isinstance(each, AveragedModel):
-            log.warning(
-                "%r averages what it reads from the module, which is 16-bit while training. Feed it from "
-                "`pl_module.state_dict()`, which is fp32, or use lightning_mixprec.MasterWeightAveraging.",
-                name,
-            )
 
 
 def _set_backward_autocast(value: Any) -> Any:

@@ -14,7 +14,9 @@ TORCH_ONLY = {
     "storage": set(),
     "probe": set(),
     "bucket_state": {"storage"},
-    "borrow": {"bucket_state", "probe", "storage"},
+    "scratch": {"storage"},
+    "fused_adam": set(),
+    "borrow": {"bucket_state", "fused_adam", "probe", "scratch", "storage"},
     "master": {"borrow", "storage"},
     "ledger": {"master", "scaler"},
 }

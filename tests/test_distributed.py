@@ -24,6 +24,41 @@ class OverflowOnRank1(TinyModule):
         return loss * float("inf") if self.global_rank == 1 and batch_idx == 1 else loss
 
 
+class ManualTwo(TinyModule):
+    """Two optimizers by hand; rank 1 overflows in the first network's gradient in its second batch."""
+
+    def __init__(self, make_optimizer):
+        super().__init__(make_optimizer)
+        self.other = TinyNet()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [self.make_optimizer(self.net.parameters()), self.make_optimizer(self.other.parameters())]
+
+    def training_step(self, batch, batch_idx):
+        x, t, y = batch
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = (net(x, t).float() - y).pow(2).mean()
+            bad = net is self.net and self.global_rank == 1 and batch_idx == 1
+            self.manual_backward(loss * float("inf") if bad else loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def train_manual(precision: str, masters: str) -> dict:
+    plugin = MasterWeightPrecision(precision, masters=masters)
+    options = {"strategy": "ddp_find_unused_parameters_true", "devices": 2, "use_distributed_sampler": False}
+    trainer = make_trainer(plugin, **options)
+    torch.manual_seed(trainer.global_rank)
+    module = ManualTwo(adamw)
+    trainer.fit(module, loader(make_batches(12)[trainer.global_rank :: 2]))
+    counts = (plugin.loss_scale, plugin.real_steps, plugin.skipped_steps, trainer.global_step)
+    return {"weights": module.state_dict(), "counts": counts}
+
+
 def train(precision: str, scenario: str) -> dict:
     scaler = DynamicLossScaler(init_scale=1024) if precision == "fp16" else None
     plugin, ema = MasterWeightPrecision(precision, scaler=scaler), MasterWeightAveraging(0.9)
@@ -74,6 +109,20 @@ def test_ranks_agree_and_follow_the_plain_loop(precision, scenario, ranks):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("precision", "masters"), [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "split"), ("bf16", "split24")]
+)
+def test_manual_optimizers_agree_over_ranks(precision, masters, ranks):
+    """An overflow in one rank's gradient of one optimizer: both skip it, once; the other optimizer steps."""
+    one, two = (rank["manual", precision, masters] for rank in ranks)
+    scale = 2.0**14 if precision == "fp16" else 1.0
+    assert one["counts"] == two["counts"] == (scale, 6, 1, 11)
+    for name, value in one["weights"].items():
+        assert torch.equal(value, two["weights"][name]), name
+
+
 if __name__ == "__main__":
     results = {(precision, scenario): train(precision, scenario) for precision in PRECISIONS for scenario in SCENARIOS}
+    for mode in (("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "split"), ("bf16", "split24")):
+        results["manual", *mode] = train_manual(*mode)
     torch.save(results, Path(sys.argv[1]) / f"rank{torch.distributed.get_rank()}.pt")

@@ -311,6 +311,34 @@ def test_second_forward_sees_the_update_and_backward_runs_outside_autocast():
     assert seen["autocast"] is False
 
 
+def test_adaptive_weight_from_gradients_that_would_underflow():
+    """T47: the ratio of two gradient norms, one of them about 1e-5 and made of 1e-8s, within 5 % of fp32."""
+
+    class Adaptive(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+        def training_step(self, batch, _):
+            out = self.net(batch).float()
+            plugin, last = self.trainer.precision_plugin, [self.net[1].weight]
+            tiny, large = out.mean() * 1e-5, out.pow(2).mean()
+            if isinstance(plugin, MasterWeightPrecision):
+                grads = [plugin.scaled_grad(loss, last, retain_graph=True)[0] for loss in (large, tiny)]
+            else:
+                grads = [torch.autograd.grad(loss, last, retain_graph=True)[0] for loss in (large, tiny)]
+            self.weight = (grads[0].norm() / (grads[1].norm() + 1e-9)).item()
+            return large + tiny
+
+    weights = []
+    for plugin in (MasterWeightPrecision("fp16"), None):
+        torch.manual_seed(0)
+        module = Adaptive()
+        make_trainer(plugin).fit(module, loader([torch.randn(4, 64, generator=torch.Generator().manual_seed(0))]))
+        weights.append(module.weight)
+    assert weights[0] == pytest.approx(weights[1], rel=0.05)
+
+
 # What a skipped step leaves behind
 
 

@@ -1,0 +1,119 @@
+"""What the plugin asks of the Trainer, the LightningModule and the optimizers, and what it refuses.
+
+Why it exists: an unsupported strategy, optimizer or callback must be named before any weight changes, with what to use
+instead; and the error that ends a hopeless run must say where to look. None of it changes anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_mixprec.overflow import FirstNonFinite, first_nonfinite
+from lightning_mixprec.scaler import DynamicLossScaler
+
+log = logging.getLogger(__name__)
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """Refuse strategies that own their precision or shard parameters."""
+    foreign = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy))
+    if foreign or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise MisconfigurationException(
+            f"MasterWeightPrecision does not run under {type(strategy).__name__}, which owns its precision or shards "
+            "parameters. Use Trainer(strategy='ddp') on several devices, or strategy='auto' on one."
+        )
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer], compute: str) -> None:
+    """Refuse optimizers that evaluate the loss themselves, unless everything is fp32."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS) and compute != "fp32":
+            raise MisconfigurationException(
+                f"LBFGS evaluates the loss several times in one step, which {compute} master weights "
+                "and loss scaling cannot follow. Use MasterWeightPrecision('fp32'), or another optimizer."
+            )
+
+
+def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
+    """Refuse stock averages of 16-bit weights, and warn of those kept in the module."""
+    for callback in callbacks:
+        stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+        if stock and not getattr(callback, "averages_master_weights", False):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
+                "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
+            )
+    for name, each in module.named_modules():
+        if isinstance(each, AveragedModel):
+            log.warning(
+                "%r averages what it reads from the module, which is 16-bit while training. Feed it from "
+                "`pl_module.state_dict()`, which is fp32, or use lightning_mixprec.MasterWeightAveraging.",
+                name,
+            )
+
+
+def called_directly(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that a hook calls as ``pl_module.net(x)``; those of a ModuleList, ``pl_module.nets[0](x)``."""
+    for child in module.children():
+        child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
+        if type(child).forward is nn.Module.forward:
+            yield from called_directly(child)
+        elif next(child.parameters(), None) is not None and "forward" not in child.__dict__:
+            yield child
+
+
+def user_code_sees_gradients(model: LightningModule) -> bool:
+    """Whether a hook looks at the gradients of this step, or may have written to them since backward."""
+    trainer: Any = model.trainer
+    if not model.automatic_optimization:
+        return True
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    if any(is_overridden(hook, model, parent=LightningModule) for hook in hooks):
+        return True
+    for callback in trainer.callbacks:
+        looks = getattr(callback, "looks_at_gradients", None)
+        if looks is not None:
+            if looks(trainer):
+                return True
+        elif any(is_overridden(hook, callback, parent=Callback) for hook in hooks[:2]):
+            return True
+    return False
+
+
+def report(
+    model: LightningModule,
+    scaler: DynamicLossScaler,
+    batch: Any,
+    trace: FirstNonFinite | None,
+    loss_is_finite: bool,
+) -> str:
+    """Where a run stands that skipping does not help: step, scale, the first non-finite tensor, what to try."""
+    loss = "was finite" if loss_is_finite else "was not finite either, so a smaller scale cannot help"
+    loop: Any = model.trainer.fit_loop.epoch_loop
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    return (
+        f"the last is batch {loop.batch_idx} of epoch {model.trainer.current_epoch}, after {int(scaler.real_steps)} "
+        f"real steps. The loss {loss}. The loss scale is {float(scaler.scale):g}, it started at {scaler.init_scale:g}. "
+        f"First non-finite: {first_nonfinite(model, batch, trace)}. {len(bad)} parameters have a non-finite gradient"
+        f"{': ' if bad else ''}{', '.join(bad[:3])}. Weights are those of the last good step. Look at the data of this "
+        "batch; try bf16; keep the layer in fp32 with PrecisionPolicy(fp32=[...]); lower the learning rate. "
+        "DynamicLossScaler(max_consecutive_skips=...) sets the patience."
+    )

@@ -1,0 +1,60 @@
+"""fp32 memory for the length of a step.
+
+Why it exists: values and gradients of a bucket are fp32 only while it is stepped, and fresh memory for each would cost
+more than the step. What a step takes it uses over and over, and what is left of it afterwards is nothing.
+
+What it leaves out: when a bucket is stepped (:mod:`lightning_mixprec.borrow`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mixprec.storage import Bucket
+
+
+class Scratch:
+    """fp32 tensors of a step, used over and over: allocated when first needed, gone with the step."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: list[Tensor] = []
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """Fp32 [n] on the bucket's device, to be had until :meth:`reset`; its content is arbitrary."""
+        device, size = bucket.half.device, bucket.numel
+        for index, tensor in enumerate(self._free):
+            if tensor.device == device and tensor.numel() >= size:
+                self._taken.append(self._free.pop(index))
+                return self._taken[-1][:size]
+        self._taken.append(torch.empty(size, device=device))
+        return self._taken[-1]
+
+    def mark(self) -> int:
+        """A point in time, for :meth:`reset`."""
+        return len(self._taken)
+
+    def reset(self, mark: int = 0) -> None:
+        """Take back what was taken since ``mark``."""
+        self._free += self._taken[mark:]
+        del self._taken[mark:]
+
+
+def gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) -> Tensor:
+    """The bucket's gradients end to end in ``out``, fp32 [n], unscaled; 16-bit ones still carry the loss scale."""
+    grads: list[Any] = [param.grad for param in bucket.params]
+    small = bucket.packed and bucket.used < 2**14 * len(grads)
+    if small and len({grad.dtype for grad in grads}) == 1 and all(map(Tensor.is_contiguous, grads)):
+        out[: bucket.used].copy_(torch._utils._flatten_dense_tensors(grads))  # one pass for many tensors
+    else:
+        if not bucket.packed:
+            out.zero_()
+        for view, grad in zip(bucket.views(out), grads, strict=True):
+            view.copy_(grad)
+    out[bucket.used :].zero_()
+    if inverse_scale is not None and grads[0].dtype != torch.float32:
+        out.mul_(inverse_scale)
+    return out
