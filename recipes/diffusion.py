@@ -50,19 +50,23 @@ class DiffusionModule(L.LightningModule):
         self.objective = objective
         self.seed = seed
         self._make_optimizer = optimizer
-        self._make_scheduler = scheduler
+        self.make_scheduler = scheduler
         self._val_sum = torch.zeros(())
         self._val_count = torch.zeros(())
 
     def configure_optimizers(self) -> Any:
-        """One optimizer over all trainable parameters, and the scheduler if there is one."""
-        optimizer = self._make_optimizer(p for p in self.parameters() if p.requires_grad)
-        if self._make_scheduler is None:
+        """The optimizer, and the scheduler if there is one."""
+        optimizer = self.make_optimizer()
+        if self.make_scheduler is None:
             return optimizer
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self._make_scheduler(optimizer), "interval": "step"},
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
+
+    def make_optimizer(self) -> Optimizer:
+        """One optimizer over all trainable parameters."""
+        return self._make_optimizer(p for p in self.parameters() if p.requires_grad)
 
     def draw(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Labels after dropout `(batch,)`, noise levels `(batch,)` and noise `(batch, C, H, W)` of a training batch.

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from lightning_mixprec import PrecisionPlan
 from recipes import command_line
 from recipes.callbacks import RunRecord, SampleGrid
-from recipes.config import ConfigError, build, check_targets, fail, plain
+from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 
 NOISE = (
@@ -74,6 +74,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         callbacks=[*callbacks, RunRecord(config)],
         logger=build(config, "logger") if config.get("logger") else False,
     )
+    check_optimizer(config, module)
     check_batches(trainer, data)
     check_launch(trainer)
     plan = policy_plan(trainer, module)
@@ -153,6 +154,15 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
             f"{total} images per step = {data.batch_size} per batch x {ranks} process(es) x {accumulated} accumulated; "
             f"{batches} batches per epoch"
         )
+
+
+def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
+    """Build optimizer and scheduler once for nothing: what they refuse is refused before processes and files exist."""
+    with refusals(config, "optimizer"):
+        optimizer = module.make_optimizer()
+    if module.make_scheduler is not None:
+        with refusals(config, "scheduler"):
+            module.make_scheduler(optimizer)
 
 
 def check_launch(trainer: L.Trainer) -> None:
