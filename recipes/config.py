@@ -268,3 +268,19 @@ def _about(given: dict[str, Any], message: str) -> dict[str, Any]:
         if found:
             return found
     return given
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one level with dotted names; lists as text.
+
+    Example:
+        >>> flatten({"a": {"b": 1, "c": [2, 3]}})
+        {'a.b': 1, 'a.c': '[2, 3]'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else str(value)
+    return flat

@@ -6,6 +6,8 @@ import doctest
 import importlib
 import math
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -458,7 +460,7 @@ def test_tensorboard_shows_the_run(bf16_run: Path) -> None:
     assert {"train/loss", "val/loss", "perf/images_per_second", "samples/non_finite"} <= tags
     assert {"mixprec/loss_scale", "mixprec/skipped_total", "mixprec/consecutive_skips", "mixprec/grad_norm"} <= tags
     assert any(tag.startswith("lr-") for tag in tags)
-    assert len(scalars(bf16_run, "val/loss")) == 3
+    assert list(scalars(bf16_run, "val/loss")) == [11, 22, 33]  # where the samples are
     assert scalars(bf16_run, "perf/images_per_second").popitem()[1] > 0
     assert [image.step for image in log.Images("samples")] == [11, 22, 33]
     config = log.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -527,6 +529,100 @@ def test_resume_equals_the_uninterrupted_run(
     assert (
         list(scalars(tmp_path / "a" / "2", "val/loss").values())[-1] == list(scalars(bf16_run, "val/loss").values())[-1]
     )
+
+
+STEPS = ["trainer.val_check_interval=11", "callbacks.samples.per_class=1", "trainer.max_steps=33"]
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, batch: int, number: int, *arguments: str, times: int = 1) -> int:
+    """Run `recipes.train` and send it a signal while it computes the loss of training batch `batch`, counted from 1."""
+    compute, seen = DiffusionModule.training_step, []
+
+    def training_step(self: DiffusionModule, *args: Any) -> Tensor:
+        seen.append(args)
+        for _ in range(times if len(seen) == batch else 0):
+            os.kill(os.getpid(), number)
+        return compute(self, *args)
+
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionModule, "training_step", training_step)
+        status = cli(patch, *SHORT, *arguments)
+    signal.signal(signal.SIGINT, handlers[0])  # Lightning ignores it after a KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) == handlers[1]
+    return status
+
+
+# Before any validation, in the middle of an epoch, where a validation is due, and at the end of an epoch.
+@pytest.mark.parametrize(
+    ("batch", "number", "interval"),
+    [
+        (7, signal.SIGINT, 11),
+        (15, signal.SIGTERM, 11),
+        (20, signal.SIGINT, 10),
+        (22, signal.SIGINT, 11),
+        (22, signal.SIGINT, 30),
+    ],
+)
+def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    bf16_run: Path,
+    batch: int,
+    number: signal.Signals,
+    interval: int,
+) -> None:
+    first, second = tmp_path / "a b" / "1", tmp_path / "a b" / "2"
+    options = [*STEPS, f"trainer.val_check_interval={interval}", f"hydra.run.dir='{first}'"]
+    assert signalled(monkeypatch, batch, number, *options) == 128 + number
+    batch += (batch, interval) == (22, 30)  # an epoch ends without a validation: one step more
+    shown = capfd.readouterr()
+    assert f"interrupted      after step {batch}\n" in shown.out
+    assert f"checkpoint       {first}/checkpoints/last.ckpt, of step {batch}\n" in shown.out
+    again = shown.out[shown.out.index("to continue      ") :].split("\n")[0]
+    assert again.startswith("to continue      python -m recipes.train model=unet_tiny trainer.accelerator=cpu")
+    assert again.endswith(f"trainer.val_check_interval={interval} ckpt_path=last")
+    assert "Traceback" not in shown.out + shown.err
+    assert checkpoint(first)["global_step"] == batch
+
+    arguments = [*shlex.split(again)[5:], f"hydra.run.dir='{second}'"]
+    assert cli(monkeypatch, *arguments) == 0
+    whole, resumed = checkpoint(bf16_run), checkpoint(second)
+    for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
+        assert_same(whole[entry], resumed[entry], entry)
+    # Every validation ran exactly once; the one at the end on the same weights.
+    assert (resumed["global_step"], resumed["epoch"]) == (33, whole["epoch"])
+    validated = [
+        events(run).Tags()["scalars"].count("val/loss") and list(scalars(run, "val/loss")) for run in (first, second)
+    ]
+    due = [step for step in range(1, 34) if step % interval == 0 or step == 33]
+    assert [v or [] for v in validated] == [[s for s in due if s <= batch], [s for s in due if s > batch]]
+    assert scalars(second, "val/loss")[33] == scalars(bf16_run, "val/loss")[33]
+    assert scalars(second, "train/loss")[29] == scalars(bf16_run, "train/loss")[29]
+    assert f"tensorboard --logdir '{second}'\n" in capfd.readouterr().out
+
+
+def test_interruption_waits_for_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = [*STEPS, "trainer.accumulate_grad_batches=3", "~callbacks.samples", f"hydra.run.dir={tmp_path}/a"]
+    assert signalled(monkeypatch, 4, signal.SIGTERM, *arguments) == 143
+    assert checkpoint(tmp_path / "a")["global_step"] == 2  # batches 4 to 6
+
+
+def test_second_signal_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert signalled(monkeypatch, 5, signal.SIGINT, *STEPS, f"hydra.run.dir={tmp_path}/a", times=2) == 130
+    shown = capfd.readouterr()
+    assert "checkpoint       none was written yet" in shown.out
+    assert "ckpt_path" not in shown.out
+    assert "Traceback" not in shown.out + shown.err
+
+
+def test_signal_in_the_last_step_does_not_disturb_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["trainer.max_steps=3", "~callbacks.samples", f"hydra.run.dir={tmp_path}/a"]
+    assert signalled(monkeypatch, 3, signal.SIGTERM, *arguments) == 0
+    assert list(scalars(tmp_path / "a", "val/loss")) == [3]
 
 
 def test_sample_draws_the_same_grid_as_the_run(
