@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -531,6 +533,142 @@ def test_resume_equals_the_uninterrupted_run(
     )
 
 
+def test_checkpoint_of_another_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    path = bf16_run / "checkpoints" / "last.ckpt"
+    options = [f"ckpt_path={path}", "trainer.max_steps=40", f"hydra.run.dir={tmp_path}/run"]
+    assert cli(monkeypatch, *SHORT[1:], *options, "model=unet_small") == 2
+    shown = capfd.readouterr()
+    message = shown.err[shown.err.index("error: ") :]
+    assert f"{path} does not fit: 'net.conv_in.weight' is [8, 1, 3, 3] in the checkpoint and [32, 1, 3, 3]" in message
+    assert "model.block_out_channels [8, 16] -> [32, 64]" in message
+    assert "Choose the model that the checkpoint was trained with" in message
+    assert "Traceback" not in shown.out + shown.err
+    assert not list(tmp_path.rglob("events.out.*"))
+    # More layers, and a checkpoint that does not know its configuration.
+    saved = checkpoint(bf16_run)
+    del saved["recipe"], saved["processes"]
+    torch.save(saved, tmp_path / "stock.ckpt")
+    options[0] = f"ckpt_path={tmp_path}/stock.ckpt"
+    assert cli(monkeypatch, *SHORT, *options, "model.layers_per_block=2") == 2
+    assert "resnets.1.norm1.weight' is absent in the checkpoint and [8] in this" in capfd.readouterr().err
+    assert cli(monkeypatch, *SHORT, *options[:1], "trainer.max_steps=34", f"hydra.run.dir={tmp_path}/run") == 0
+
+
+def test_resume_without_steps_left_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    path = bf16_run / "checkpoints" / "last.ckpt"
+    for steps in (33, 20):
+        options = [f"ckpt_path={path}", f"trainer.max_steps={steps}", f"hydra.run.dir={tmp_path}/run"]
+        assert cli(monkeypatch, *SHORT, *options) == 2
+        message = capfd.readouterr().err
+        assert f"trainer.max_steps={steps}: {path} is at step 33 already" in message
+        assert "a number above 33" in message
+    assert not list(tmp_path.rglob("events.out.*"))
+
+
+def test_resume_says_what_changed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    saved = checkpoint(bf16_run)
+    assert saved["processes"] == 1
+    torch.save(saved | {"processes": 2}, tmp_path / "two.ckpt")
+    options = ["precision=fp32", "data.batch_size=64", "seed=3", "model.time_scale=500", "trainer.max_steps=34"]
+    assert cli(monkeypatch, *SHORT, *options, f"ckpt_path={tmp_path}/two.ckpt", f"hydra.run.dir={tmp_path}/run") == 0
+    lines = [x for x in capfd.readouterr().out.splitlines() if x.startswith("changed since the checkpoint: ")]
+    assert len(lines) == 1
+    changed = lines[0].partition(": ")[2].split(", ")
+    assert {
+        "precision.policy.compute bf16 -> fp32",
+        "data.batch_size 128 -> 64",
+        "seed 0 -> 3",
+        "model.time_scale not set -> 500",
+        "trainer.max_steps 33 -> 34",
+        "processes 2 -> 1",
+    } <= set(changed)
+    assert not [x for x in changed if "directory" in x or "dirpath" in x or "save_dir" in x or "ckpt_path" in x]
+    # Nothing changed: nothing said.
+    same = ["trainer.val_check_interval=11", f"hydra.run.dir={tmp_path}/same"]
+    last = bf16_run / "checkpoints" / "last.ckpt"
+    assert cli(monkeypatch, *SHORT, *same, f"ckpt_path={last}", "trainer.max_steps=34") == 0
+    assert "changed since the checkpoint: trainer.max_steps 33 -> 34\n" in capfd.readouterr().out
+
+
+def test_logger_none_works_on_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cli(monkeypatch, *SHORT, "logger=none", "trainer.max_steps=2", f"hydra.run.dir={tmp_path}/run") == 0
+    assert checkpoint(tmp_path / "run")["global_step"] == 2
+    assert not list(tmp_path.rglob("events.out.*"))
+
+
+def test_last_skips_runs_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = [*SHORT, "~callbacks.samples"]
+    assert cli(monkeypatch, *run, "trainer.max_steps=2", f"hydra.run.dir={tmp_path}/1") == 0
+    assert cli(monkeypatch, *run, "optimizer.lr=-1", f"hydra.run.dir={tmp_path}/2") == 2
+    assert cli(monkeypatch, *run, "trainer.max_steps=3", "ckpt_path=last", f"hydra.run.dir={tmp_path}/3") == 0
+    assert f"Restored all states from the checkpoint at {tmp_path}/1/" in "".join(capfd.readouterr())
+    assert len(list(tmp_path.rglob("events.out.*"))) == 2
+
+
+def overflow(monkeypatch: pytest.MonkeyPatch, bad: set[tuple[int, int]]) -> None:
+    """Make the training loss of these (epoch, batch) infinite."""
+    drawn = DiffusionModule.draw
+
+    def draw(self: DiffusionModule, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        labels, sigma, noise = drawn(self, batch, batch_idx)
+        return labels, sigma, noise * (1e30 if (self.current_epoch, batch_idx) in bad else 1)
+
+    monkeypatch.setattr(DiffusionModule, "draw", draw)
+
+
+@pytest.mark.parametrize("monitor", ["train/loss", "train/loss_epoch"])
+def test_overflow_does_not_poison_the_training_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, monitor: str
+) -> None:
+    overflow(monkeypatch, {(0, 1), (0, 10)})
+    stop = "callbacks.stop"
+    early = [f"+{stop}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{stop}.monitor={monitor}"]
+    early += [f"{stop}.patience=10", f"{stop}.check_on_train_epoch_end=true"]
+    options = ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.log_every_n_steps=1", "~callbacks.samples"]
+    assert cli(monkeypatch, *SHORT[:3], *early, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    run = tmp_path / "run"
+    assert checkpoint(run)["global_step"] == 31  # of 33 batches
+    steps, epochs = scalars(run, "train/loss"), scalars(run, "train/loss_epoch")
+    assert all(map(math.isfinite, [*steps.values(), *epochs.values()]))
+    assert list(scalars(run, "train/skipped_batches").values()) == [2, 0, 0]
+    good = [steps[i] for i in range(11) if i not in (1, 10)]
+    assert next(iter(epochs.values())) == pytest.approx(sum(good) / 9, rel=1e-6)
+
+
+def test_training_loss_leaves_out_all_batches_of_a_skipped_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    overflow(monkeypatch, {(0, 4)})
+    options = ["trainer.accumulate_grad_batches=5", "trainer.max_steps=2", "~callbacks.samples"]
+    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert list(scalars(tmp_path / "run", "train/skipped_batches").values()) == [5]
+
+
+def test_screen_leaves_out_what_nobody_can_act_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    last = bf16_run / "checkpoints" / "last.ckpt"
+    filters = warnings.filters[:]
+    options = ["trainer.val_check_interval=2", f"ckpt_path={last}", "trainer.max_steps=37"]
+    assert cli(monkeypatch, *SHORT, *options, f"hydra.run.dir='{tmp_path}/a b'") == 0
+    shown = "".join(capfd.readouterr())
+    for text in ("FLOPs", "litlogger", "litmodels", "dirpath has changed", "sync_dist", "model summary", "Tip:"):
+        assert text not in shown
+    assert "UNet with 41,961 trained parameters" in shown
+    assert f"tensorboard --logdir '{tmp_path}/a b'\n" in shown
+    assert warnings.filters == filters
+    saved = yaml.safe_load((tmp_path / "a b" / "hparams.yaml").read_text())
+    assert (saved["seed"], saved["precision"]["policy"]["compute"]) == (0, "bf16")
+
+
 STEPS = ["trainer.val_check_interval=11", "callbacks.samples.per_class=1", "trainer.max_steps=33"]
 
 
@@ -696,6 +834,7 @@ def test_two_ranks_share_one_directory_and_weigh_samples_equally(tmp_path: Path)
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "sync_dist" not in done.stderr
     assert done.stdout.count("validation loss") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["ddp"]
     assert [p.name for p in (tmp_path / "ddp").iterdir()] == ["run"]
@@ -704,6 +843,40 @@ def test_two_ranks_share_one_directory_and_weigh_samples_equally(tmp_path: Path)
     assert len(list(run.rglob("*.png"))) == 3
     assert checkpoint(run)["global_step"] == 12
     assert list(scalars(run, "val/loss").values())[-1] == pytest.approx(reference_validation_loss(run), rel=1e-5)
+
+
+def test_signal_to_one_rank_stops_both_after_the_same_step(tmp_path: Path) -> None:
+    ranks = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model=unet_tiny", "sampler.steps=2"]
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "recipes.train",
+            *ranks,
+            "trainer.val_check_interval=3",
+            f"hydra.run.dir={tmp_path}/run",
+        ],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "PL_GLOBAL_SEED"} | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for _ in range(600):
+            if (tmp_path / "run" / "samples" / "step000006.png").exists():
+                break
+            time.sleep(0.1)
+        started.terminate()
+        shown = started.communicate(timeout=60)[0]
+    finally:
+        started.kill()
+    assert started.returncode == 128 + signal.SIGTERM, shown[-3000:]
+    step = checkpoint(tmp_path / "run")["global_step"]
+    assert step >= 6
+    assert f"/checkpoints/last.ckpt, of step {step}\n" in shown
+    assert shown.count("to continue") == 1
+    assert "Traceback" not in shown
 
 
 def test_default_recipe_learns_the_digits(tmp_path: Path) -> None:
