@@ -196,8 +196,13 @@ def interrupted(trainer: L.Trainer, output_dir: Path) -> int:
     callbacks = [c for c in trainer.callbacks if isinstance(c, SaveOnInterruption)]  # type: ignore[attr-defined]
     path = callbacks[0].path if callbacks else output_dir / "checkpoints" / "last.ckpt"
     step = resume.read(path)["global_step"] if path.is_file() else None
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    again = [o for o in overrides if not o.lstrip("+").startswith("ckpt_path=")] + ["ckpt_path=last"] * path.is_file()
+    again: list[str] = []
+    if HydraConfig.initialized():
+        given = HydraConfig.get().overrides
+        again = [o for o in given.task if step is None or not o.lstrip("+").startswith("ckpt_path=")]
+        again += ["ckpt_path=last"] * (step is not None)
+        # `last` is looked for beside the new run, so that must go to the same place.
+        again += [o for o in given.hydra if o.startswith("hydra.run.dir=")]
     print(f"\ninterrupted      after step {trainer.global_step}")
     print(f"checkpoint       {'none was written yet' if step is None else f'{path}, of step {step}'}")
     print(f"to continue      {shlex.join(['python', '-m', 'recipes.train', *again])}")
