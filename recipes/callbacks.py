@@ -1,21 +1,27 @@
-"""What the recipes show while they train: sample grids, speed, the configuration; and a validation at the end.
+"""What the recipes do while they train.
 
-It leaves out what stock callbacks do (checkpoints, learning rate) and what belongs to the precision plugin (loss scale,
-skipped steps, gradient norm, averaged weights).
+Sample grids, speed and the configuration to look at; a validation at the end; a checkpoint when they are interrupted.
+It leaves out what stock callbacks do (other checkpoints, learning rate) and what belongs to the precision plugin (loss
+scale, skipped steps, gradient norm, averaged weights).
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_mixprec import MasterWeightAveraging
+from recipes.config import flatten
 from recipes.data import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.images import count_non_finite, image_grid, save_png
@@ -127,12 +133,81 @@ class ValidateAtEnd(L.Callback):
             trainer.should_stop = True
 
 
+class SaveOnInterruption(L.Callback):
+    """On Ctrl-C or SIGTERM, finish the step, save a checkpoint and stop, so that nothing is lost.
+
+    Several processes stop after the same step, whichever of them got the signal. That takes one small reduction per
+    step, for which nothing waits longer: Lightning itself exchanges a flag at the start of every batch. A second signal
+    stops at once, without saving.
+
+    Args:
+        path: The checkpoint.
+
+    Attributes:
+        signal: The signal that was received, if any.
+        saved: Whether the checkpoint was written because of it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.signal: signal.Signals | None = None
+        self.saved = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen, in place of Lightning's handler of SIGTERM. Lightning puts back all handlers when `fit` ends."""
+        self.signal, self.saved = None, False
+        if threading.current_thread() is threading.main_thread():
+            for name in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(name, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After an optimizer step, ask the loop to stop, unless a validation comes first, which would be cut short.
+
+        Nor at the end of an epoch: Lightning 2.6 does not resume bit for bit from there.
+        """
+        loop = trainer.fit_loop
+        validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+        if not (loop._should_accumulate() or validates or trainer.is_last_batch):
+            self._agree(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save here what was to be saved after the step, as ModelCheckpoint does: Lightning resumes from there too."""
+        if not trainer.sanity_checking and self._agree(trainer):
+            self._save(trainer)
+
+    def _agree(self, trainer: L.Trainer) -> bool:
+        """Whether some process got a signal; then Lightning will stop before the next batch."""
+        if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+            return False  # that was the last step anyway
+        # Lightning 2.6 raises SIGTERMException where the batch, or the epoch, is over.
+        if trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False):
+            self.signal = self.signal or signal.SIGTERM  # another process got it
+            trainer._signal_connector.received_sigterm = True
+        return trainer.received_sigterm
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save, if every process is here and between two steps."""
+        if isinstance(exception, SIGTERMException) and not self.saved and self.signal is not None:
+            self._save(trainer)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self.saved = True
+
+
 class RunRecord(L.Callback):
     """Keep the resolved configuration with what it produced.
 
-    It is text in TensorBoard at the start, plain containers under `recipe` in every checkpoint (so that
-    `recipes.sample` can rebuild the network, and `torch.load(weights_only=True)` reads the file), and one line of
-    TensorBoard's HParams tab with the final validation loss at the end.
+    It is text in TensorBoard and `hparams.yaml` at the start, plain containers under `recipe` in every checkpoint (so
+    that `recipes.sample` can rebuild the network, and `torch.load(weights_only=True)` reads the file) with the number
+    of `processes` beside it, and one line of TensorBoard's HParams tab with the final validation loss at the end.
 
     Args:
         config: Plain dicts, lists and scalars.
@@ -146,10 +221,12 @@ class RunRecord(L.Callback):
         text = OmegaConf.to_yaml(OmegaConf.create(self.config))
         for logger in self._writers(trainer):
             logger.experiment.add_text("config", "\n".join("    " + line for line in text.splitlines()))
+            logger.hparams.update(self.config)  # what the logger writes to hparams.yaml
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the configuration to the checkpoint."""
         checkpoint["recipe"] = self.config
+        checkpoint["processes"] = trainer.world_size
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write one HParams entry, with a metric that is real."""
@@ -162,19 +239,3 @@ class RunRecord(L.Callback):
     @staticmethod
     def _writers(trainer: L.Trainer) -> list[TensorBoardLogger]:
         return [x for x in trainer.loggers if trainer.is_global_zero and isinstance(x, TensorBoardLogger)]
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one level with dotted names; lists as text.
-
-    Example:
-        >>> flatten({"a": {"b": 1, "c": [2, 3]}})
-        {'a.b': 1, 'a.c': '[2, 3]'}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else str(value)
-    return flat

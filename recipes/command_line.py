@@ -9,6 +9,7 @@ It leaves out checks of values: constructors do those (`recipes.config.build`), 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config import HYDRA_KEYS, OWNED_BY_GROUPS, ConfigError, did_you_mean, fail, parameters_of, unknown_key
@@ -101,9 +102,9 @@ def _check_job(
     job: list[tuple[Override, str]], config_name: str, loader: ConfigLoader, extra: list[str]
 ) -> dict[str, str]:
     """Check the overrides of one job; return the lines to rewrite, old to new."""
-    groups, values = [], []
+    groups, values, added = [], [], []
     for override, line in job:
-        options = loader.get_group_options(override.key_or_group)
+        options = loader.get_group_options(override.key_or_group, config_name=config_name, overrides=extra)
         changes = not (override.is_add() or override.is_delete() or override.is_force_add())
         if options:
             chosen = line.partition("=")[2].strip("'\"[]")
@@ -113,17 +114,40 @@ def _check_job(
                     f"Choices: {', '.join(options)}."
                 )
             groups.append(line)
-        elif changes and not override.key_or_group.startswith(("hydra.", "hydra/")) and override.package is None:
-            values.append(override)
+        elif not override.key_or_group.startswith(("hydra.", "hydra/")) and override.package is None:
+            if changes:
+                values.append(override)
+            elif not override.is_delete():
+                added.append((override, line))
     base = compose(config_name, overrides=groups + extra)
-    rewrite = {str(o.input_line): f"++{o.input_line}" for o in values if not _listed(o, base)}
+    for override, _ in added:
+        if (key := override.key_or_group.split(".")[0]) not in base:
+            raise ConfigError(unknown_key(key, [str(k) for k in base], "The configuration has"))
+    base = compose(config_name, overrides=groups + [line for _, line in added] + extra)
+
+    def options_that_set(path: list[str]) -> dict[str, str]:
+        """Options of the group `path[0]` in which the key `path` stands, each with the class that it builds there."""
+        found = {}
+        for option in loader.get_group_options(path[0], config_name=config_name, overrides=extra):
+            with contextlib.suppress(HydraException, OmegaConfBaseException):
+                node = OmegaConf.select(compose(config_name, overrides=[f"{path[0]}={option}", *extra]), ".".join(path))
+                if isinstance(node, DictConfig) and "_target_" in node:
+                    found[option] = str(node["_target_"])
+        return found
+
+    rewrite = {str(o.input_line): f"++{o.input_line}" for o in values if not _listed(o, base, options_that_set)}
     # What is still wrong, Hydra says now rather than later with a traceback.
     compose(config_name, overrides=[f"++{line}" if str(o.input_line) in rewrite else line for o, line in job] + extra)
     return rewrite
 
 
-def _listed(override: Override, config: DictConfig) -> bool:
+def _listed(override: Override, config: DictConfig, options_that_set: Callable[[list[str]], dict[str, str]]) -> bool:
     """Whether the composed configuration has the key; False if only the constructor takes it.
+
+    Args:
+        override: What the user wrote.
+        config: Composed without it.
+        options_that_set: For the remedy; see `_check_job`.
 
     Raises:
         ConfigError: If neither does.
@@ -149,9 +173,14 @@ def _listed(override: Override, config: DictConfig) -> bool:
             settable = {*taken, *listed} - (OWNED_BY_GROUPS.keys() if path == ["trainer"] else set())
             raise ConfigError(unknown_key(where, settable, f"{node['_target_']} takes"))
         if len(path) + 1 < len(parts):
+            options = options_that_set([*path, part])
+            choose = (
+                f"{' or '.join(f'{path[0]}={option}' for option in options)} sets it; or" if options else "To set it,"
+            )
             raise ConfigError(
                 f"{override.input_line}: '{where}' is not set here, so it has no '{'.'.join(parts[len(path) + 1 :])}'. "
-                f"Choose an option of '{path[0]}' that sets it, or add +{where}._target_=CLASS."
+                f"{choose} add +{where}._target_={next(iter(options.values()), 'CLASS')} to give one to the "
+                f"{path[0]} chosen."
             )
         return False
     return True

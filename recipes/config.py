@@ -1,24 +1,35 @@
 """From configuration nodes to objects, with errors that name the value, the choices and the remedy.
 
 It leaves out Hydra's command line (`recipes.command_line`). Nodes are turned into plain containers before anything is
-built from them, so no OmegaConf object reaches an optimizer, a scheduler or a checkpoint.
+built from them, so no OmegaConf object reaches an optimizer, a scheduler or a checkpoint. Values are compared with a
+constructor's type hints as far as YAML can tell types apart (numbers, text, true and false, lists); everything else is
+for the constructor to judge, whose refusal is shown with the key it is about.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+"""Types that YAML can tell apart, in the words of an error."""
+
+REMEDY = "Change it, or leave it out."
 
 OWNED_BY_GROUPS = {
     "precision": "precision=fp32|bf16|fp16, which sets the plugin; Lightning accepts only one of the two",
@@ -81,13 +92,13 @@ def parameters_of(target: str, where: str) -> tuple[list[str], bool]:
 
 
 def check_targets(config: dict[str, Any]) -> None:
-    """Compare every key beside a `_target_` with the signature of what the target names.
+    """Compare every key and value beside a `_target_` with the signature and type hints of what the target names.
 
     Args:
         config: Plain containers, as `plain` returns them.
 
     Raises:
-        ConfigError: With the key, the nearest argument and all arguments.
+        ConfigError: With the key and the nearest argument and all arguments, or the value and what is allowed.
     """
     for owned, remedy in OWNED_BY_GROUPS.items():
         if owned in config.get("trainer", {}):
@@ -97,6 +108,64 @@ def check_targets(config: dict[str, Any]) -> None:
         for key in node.keys() - HYDRA_KEYS:
             if key not in known and not takes_any:
                 raise ConfigError(unknown_key(f"{where}.{key}", known, f"{node['_target_']} takes"))
+        hints = hints_of(node["_target_"])
+        for key in hints.keys() & node.keys():
+            if problem := mismatch(node[key], hints[key]):
+                raise ConfigError(f"{where}.{key}={node[key]}: {node['_target_']} takes {problem} {REMEDY}")
+
+
+def hints_of(target: str) -> dict[str, Any]:
+    """Type hints of a constructor's arguments; nothing where they cannot be read."""
+    constructor = get_object(target)
+    call = constructor.__init__ if inspect.isclass(constructor) else constructor
+    try:
+        return get_type_hints(call)
+    except Exception:  # names that exist for type checkers alone, builtins
+        return {}
+
+
+def mismatch(value: Any, hint: Any) -> str:
+    """What an argument takes instead of this value, or nothing if the value fits, or the hint is not a simple one.
+
+    Example:
+        >>> mismatch("abc", int | None), mismatch(3, float), mismatch("x", Tensor | float)
+        ('a whole number.', '', 'a number.')
+        >>> mismatch("splitt", Literal["fp32", "split"])
+        "'fp32' or 'split'. Did you mean 'split'?"
+    """
+    if value is None or isinstance(value, dict):  # often the default, declared or not; a node that builds an object
+        return ""
+    allowed: list[str] = []
+    choices: list[str] = []
+    for kind in _alternatives(hint):
+        origin = get_origin(kind) or kind
+        if origin is Literal:
+            if value in get_args(kind):
+                return ""
+            choices += map(str, get_args(kind))
+            allowed += map(repr, get_args(kind))
+        elif origin in (list, Sequence):
+            (element,) = get_args(kind) or (Any,)
+            values = value if isinstance(value, list) else [value]
+            # A text is a sequence of texts; a number is no sequence.
+            if isinstance(value, list | str) and not any(mismatch(v, element) for v in values):
+                return ""
+            allowed.append(WORDS[list])
+        elif kind in WORDS:
+            if type(value) is kind or (kind is float and type(value) is int):
+                return ""
+            allowed.append(WORDS[kind])
+        elif kind not in (NoneType, Tensor):  # any other class may be built from what YAML can say
+            return ""
+    whole = f" (write {value:.0f})" if isinstance(value, float) and value.is_integer() else ""
+    return " or ".join(dict.fromkeys(allowed)) + whole + "." + did_you_mean(str(value), choices)
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    """Members of a union, flat."""
+    if get_origin(hint) in (Union, UnionType):
+        return [kind for member in get_args(hint) for kind in _alternatives(member)]
+    return [hint]
 
 
 def unknown_key(path: str, known: Iterable[str], taker: str) -> str:
@@ -131,9 +200,87 @@ def build(config: dict[str, Any], path: str, **arguments: Any) -> Any:
     node = config[path]
     if isinstance(node, DictConfig):
         raise TypeError("build() takes plain containers; call plain() first.")
-    try:
+    with refusals(config, path):
         return instantiate(node, _convert_="all", **arguments)
+
+
+@contextlib.contextmanager
+def refusals(config: dict[str, Any], path: str) -> Iterator[None]:
+    """Turn what a constructor raises into a `ConfigError` that names the argument it is about.
+
+    Args:
+        config: The whole configuration, plain.
+        path: Top-level key of the node that is being built or, if it is a partial, called.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
     except InstantiationException as error:
-        given = ", ".join(f"{k}={v}" for k, v in node.items() if k not in HYDRA_KEYS and not isinstance(v, dict))
-        cause = error.__cause__ or error
-        raise ConfigError(f"{path}: {node['_target_']} refused its arguments ({given}): {cause}") from error
+        # Hydra says which nested node it failed in, in the last line of its message alone.
+        inner = re.search(r"full_key: (\S+)\s*$", str(error))
+        raise refusal(config[path], path, inner[1].split(".") if inner else [], error.__cause__ or error) from error
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AssertionError) as error:
+        raise refusal(config[path], path, [], error) from error
+
+
+def refusal(node: Any, path: str, below: list[str], cause: BaseException) -> ConfigError:
+    """The error for a node whose constructor raised.
+
+    Args:
+        node: The node at `path`.
+        path: Where it stands.
+        below: Keys from it to the nested node that failed.
+        cause: What the constructor raised.
+    """
+    for key in below:
+        child: Any = node.get(key) if isinstance(node, dict) else node[int(key)]
+        if not isinstance(child, dict | list):
+            break
+        node, path = child, f"{path}.{key}"
+    given = {f"{path}.{k}": v for k, v in node.items() if k not in HYDRA_KEYS and not isinstance(v, dict)}
+    arguments = ", ".join(f"{key}={value}" for key, value in _about(given, str(cause)).items()) or path
+    reason = str(cause).strip() or type(cause).__name__
+    if not reason.endswith((".", "?", "!")):
+        reason += "."
+    return ConfigError(f"{arguments}: {node['_target_']} refused: {reason} {REMEDY}")
+
+
+def _about(given: dict[str, Any], message: str) -> dict[str, Any]:
+    """The arguments that a constructor's message speaks of; all of them if it names none.
+
+    Example:
+        >>> _about({"optimizer.lr": -1, "optimizer.eps": 0.1}, "Invalid learning rate: -1")
+        {'optimizer.lr': -1}
+    """
+
+    def says(text: Any) -> bool:
+        return re.search(rf"(?<![\w.-]){re.escape(str(text))}(?!\w|\.\w)", message) is not None
+
+    tests = (
+        lambda key, value: says(f"{key}={value}"),
+        lambda key, value: says(key) and says(value),
+        lambda key, value: says(value),
+        lambda key, value: says(key),
+    )
+    for test in tests:
+        found = {path: value for path, value in given.items() if test(path.rpartition(".")[2], value)}
+        if found:
+            return found
+    return given
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one level with dotted names; lists as text.
+
+    Example:
+        >>> flatten({"a": {"b": 1, "c": [2, 3]}})
+        {'a.b': 1, 'a.c': '[2, 3]'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else str(value)
+    return flat

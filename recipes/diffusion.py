@@ -50,19 +50,27 @@ class DiffusionModule(L.LightningModule):
         self.objective = objective
         self.seed = seed
         self._make_optimizer = optimizer
-        self._make_scheduler = scheduler
+        self.make_scheduler = scheduler
         self._val_sum = torch.zeros(())
         self._val_count = torch.zeros(())
+        self._step_losses: list[Tensor] = []  # fp32 [], of the batches that the next optimizer step accumulates
+        self._train_sum = torch.zeros(())  # fp32, of the epoch's batches whose update was taken
+        self._train_count = 0
+        self._skipped_count = 0
 
     def configure_optimizers(self) -> Any:
-        """One optimizer over all trainable parameters, and the scheduler if there is one."""
-        optimizer = self._make_optimizer(p for p in self.parameters() if p.requires_grad)
-        if self._make_scheduler is None:
+        """The optimizer, and the scheduler if there is one."""
+        optimizer = self.make_optimizer()
+        if self.make_scheduler is None:
             return optimizer
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self._make_scheduler(optimizer), "interval": "step"},
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
+
+    def make_optimizer(self) -> Optimizer:
+        """One optimizer over all trainable parameters."""
+        return self._make_optimizer(p for p in self.parameters() if p.requires_grad)
 
     def draw(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Labels after dropout `(batch,)`, noise levels `(batch,)` and noise `(batch, C, H, W)` of a training batch.
@@ -83,8 +91,46 @@ class DiffusionModule(L.LightningModule):
         """Mean weighted denoising loss of the batch, a fp32 scalar."""
         labels, sigma, noise = self.draw(batch, batch_idx)
         loss = self.objective.loss(self.net, batch["image"], labels, sigma, noise).mean()
-        self.log("train/loss", loss, prog_bar=True)
+        self._step_losses.append(loss.detach())
         return loss
+
+    def on_train_epoch_start(self) -> None:
+        """Start a new mean; a run resumed in the middle of an epoch starts it there."""
+        self._reset_train_loss()
+
+    def _reset_train_loss(self) -> None:
+        self._step_losses = []
+        self._train_sum = torch.zeros((), device=self.device)
+        self._train_count = self._skipped_count = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the batch's loss and add it up, unless the update that it belongs to was skipped.
+
+        A skipped batch taught the weights nothing, and its loss may be infinite: a mean with it in it would be too.
+        """
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        losses, self._step_losses = self._step_losses, []
+        if getattr(self.trainer.precision_plugin, "step_was_skipped", False):
+            self._skipped_count += len(losses)
+            return
+        self._train_sum = self._train_sum.to(self.device) + torch.stack(losses).sum()
+        self._train_count += len(losses)
+        self.log("train/loss", losses[-1], prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean over the epoch's batches on all ranks, and the number of those left out.
+
+        Callbacks such as EarlyStopping find the mean under `train/loss` too; for loggers that is the batch's loss.
+        """
+        counts = [torch.tensor(float(n), device=self.device) for n in (self._train_count, self._skipped_count)]
+        totals = self.trainer.strategy.reduce(torch.stack([self._train_sum.to(self.device), *counts]), reduce_op="sum")
+        if totals[1] > 0:
+            mean = totals[0] / totals[1]
+            self.log("train/loss", mean, logger=False)
+            self.log("train/loss_epoch", mean)
+        self.log("train/skipped_batches", totals[2])
+        self._reset_train_loss()
 
     def on_validation_epoch_start(self) -> None:
         """Start a new mean."""
@@ -106,4 +152,10 @@ class DiffusionModule(L.LightningModule):
         holds. Lightning's own mean over ranks would not (Lightning-AI/pytorch-lightning#21859).
         """
         totals = self.trainer.strategy.reduce(torch.stack([self._val_sum, self._val_count]), reduce_op="sum")
-        self.log("val/loss", totals[0] / totals[1], prog_bar=True)
+        loss = totals[0] / totals[1]
+        self.log("val/loss", loss, prog_bar=True, logger=False)
+        if not self.trainer.sanity_checking:
+            # Lightning would log it at the index of the last batch, one less than the number of steps, under which
+            # checkpoint, sample grid and its file are found.
+            for logger in self.trainer.loggers:
+                logger.log_metrics({"val/loss": float(loss)}, step=self.trainer.global_step)

@@ -6,7 +6,6 @@ computes in fp32 on the averaged weights. It leaves out 16-bit sampling: it save
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from omegaconf import DictConfig
 from recipes import command_line
 from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.images import count_non_finite, image_grid, save_png
+from recipes.resume import read
 from recipes.sampler import draw_samples
 
 WEIGHTS = {"averaged": "averaged_state_dict", "raw": "state_dict"}
@@ -73,12 +73,9 @@ def checkpoint_path(given: str | None) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint of `recipes.train`, without unpickling anything that could run code."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint: {error}") from error
-    if not isinstance(checkpoint, dict) or "recipe" not in checkpoint:
+    """A checkpoint of `recipes.train`, which holds the configuration of its network."""
+    checkpoint = read(path)
+    if "recipe" not in checkpoint:
         raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
     return checkpoint
 

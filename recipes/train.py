@@ -5,8 +5,13 @@ Reads top to bottom: check, build, fit, report. What is built stands in `conf/`,
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shlex
+import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +19,30 @@ import hydra
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import to_absolute_path
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_mixprec import PrecisionPlan
-from recipes import command_line
-from recipes.callbacks import RunRecord, SampleGrid
-from recipes.config import ConfigError, build, check_targets, fail, plain
+from recipes import command_line, resume
+from recipes.callbacks import RunRecord, SampleGrid, SaveOnInterruption
+from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 
 NOISE = (
+    ".*dirpath has changed from.*",  # every run has its own
+    ".*self.log\\('(train|val)/.*sync_dist=True.*",  # the recipes' means are over all ranks already
     ".*smaller than the logging interval.*",  # short epochs; logging counts steps across epochs
     ".*not supported by the model summary.*",  # the summary's estimate of memory, which nobody asked for
     ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6.6 with torch 2.14; delete when Lightning adapts
     ".*does not have many workers.*",  # the data are a tensor in memory
 )
 """Warnings of Lightning that do not concern the recipes' users."""
+
+ADVERTISED = ("litlogger", "litmodels")
+"""Packages that Lightning recommends at every start."""
 
 
 def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
@@ -47,12 +57,14 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
 
     Raises:
         ConfigError: Before anything is trained.
+        SystemExit: After SIGINT or SIGTERM, when what is kept has been shown.
     """
     check_targets(config)
     seed = config["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}.")
-    ckpt_path = find_checkpoint(config["ckpt_path"], output_dir)
+    ckpt_path = resume.find_checkpoint(config["ckpt_path"], output_dir)
+    checkpoint = resume.read(ckpt_path) if ckpt_path else None
     L.seed_everything(seed, workers=True)
 
     data = build(config, "data")
@@ -64,6 +76,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         seed=seed,
     )
     callbacks = [build(config["callbacks"], name) for name, node in (config.get("callbacks") or {}).items() if node]
+    if not config.get("logger"):  # Lightning refuses a LearningRateMonitor that has nowhere to write to
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     if config.get("ema"):
         callbacks.append(build(config, "ema"))
     trainer = build(
@@ -74,6 +88,10 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         callbacks=[*callbacks, RunRecord(config)],
         logger=build(config, "logger") if config.get("logger") else False,
     )
+    if checkpoint and ckpt_path:
+        resume.check_fits(checkpoint, config, module, ckpt_path)
+        resume.check_steps(checkpoint, trainer, ckpt_path)
+    check_optimizer(config, module)
     check_batches(trainer, data)
     check_launch(trainer)
     plan = policy_plan(trainer, module)
@@ -82,40 +100,17 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     if config["dry_run"]:
         print(plan)
         return trainer
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    if checkpoint:
+        resume.report_differences(checkpoint, config, trainer)
+        del checkpoint  # fit reads it again
+    if trainer.is_global_zero:
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        print(f"{type(module.net).__name__} with {trained:,} trained parameters")
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    except SystemExit:  # after a signal
+        sys.exit(interrupted(trainer, output_dir))
     return trainer
-
-
-def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> str | None:
-    """The checkpoint to resume from.
-
-    Args:
-        ckpt_path: None starts anew; `last` means the newest `last.ckpt` of this run directory and its siblings, which
-            are the earlier runs of the experiment (jobs of sweeps included); anything else is a path, relative to
-            where the command was typed.
-        output_dir: This run's directory.
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path == "last":
-        root = output_dir.parent
-        found = [*root.glob("*/checkpoints/last.ckpt"), *root.glob("sweep_*/*/checkpoints/last.ckpt")]
-        if not found:
-            raise ConfigError(
-                f"ckpt_path=last: no earlier run was found. Looked for {root}/*/checkpoints/last.ckpt. "
-                "Leave ckpt_path out to start anew, or give the path of a checkpoint."
-            )
-        path = max(found, key=lambda p: p.stat().st_mtime)
-        # Processes that Lightning starts repeat the command line: they must not search again and find another file.
-        sys.argv.append("ckpt_path='" + str(path).replace("'", r"\'") + "'")
-        return str(path)
-    path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
-    if not path.is_file():
-        raise ConfigError(
-            f"ckpt_path={ckpt_path}: there is no file {path}. Write ckpt_path=last for the newest checkpoint of this "
-            "experiment, or the path of a .ckpt file."
-        )
-    return str(path)
 
 
 def check_batches(trainer: L.Trainer, data: Any) -> None:
@@ -155,6 +150,15 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
         )
 
 
+def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
+    """Build optimizer and scheduler once for nothing: what they refuse is refused before processes and files exist."""
+    with refusals(config, "optimizer"):
+        optimizer = module.make_optimizer()
+    if module.make_scheduler is not None:
+        with refusals(config, "scheduler"):
+            module.make_scheduler(optimizer)
+
+
 def check_launch(trainer: L.Trainer) -> None:
     """Refuse a sweep whose jobs start processes by repeating the command line: each would run the sweep again."""
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
@@ -180,20 +184,57 @@ def report(trainer: L.Trainer, output_dir: Path) -> None:
     loss = trainer.callback_metrics.get("val/loss")
     grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
     print(f"steps            {trainer.global_step}")
-    unmeasured = "not measured: no validation ran (after a resume: is trainer.max_steps beyond the checkpoint's?)"
-    print(f"validation loss  {unmeasured if loss is None else f'{float(loss):.4f}'}")
+    print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{float(loss):.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
-    print(f"curves           tensorboard --logdir {output_dir}")
+    print(f"curves           tensorboard --logdir {shlex.quote(str(output_dir))}")
+
+
+def interrupted(trainer: L.Trainer, output_dir: Path) -> int:
+    """Say which checkpoint is kept and how to go on from it; return the exit status."""
+    if not trainer.is_global_zero:
+        return 0  # Lightning and torchrun kill all processes when one fails; rank 0 speaks for all
+    callbacks = [c for c in trainer.callbacks if isinstance(c, SaveOnInterruption)]  # type: ignore[attr-defined]
+    path = callbacks[0].path if callbacks else output_dir / "checkpoints" / "last.ckpt"
+    step = resume.read(path)["global_step"] if path.is_file() else None
+    again: list[str] = []
+    if HydraConfig.initialized():
+        given = HydraConfig.get().overrides
+        again = [o for o in given.task if step is None or not o.lstrip("+").startswith("ckpt_path=")]
+        again += ["ckpt_path=last"] * (step is not None)
+        # `last` is looked for beside the new run, so that must go to the same place.
+        again += [o for o in given.hydra if o.startswith("hydra.run.dir=")]
+    print(f"\ninterrupted      after step {trainer.global_step}")
+    print(f"checkpoint       {'none was written yet' if step is None else f'{path}, of step {step}'}")
+    print(f"to continue      {shlex.join(['python', '-m', 'recipes.train', *again])}")
+    received = callbacks[0].signal if callbacks else None
+    return 128 + (received or signal.SIGINT)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what a user of the recipes can do nothing about."""
+    log = rank_zero_module.log
+
+    def is_no_advertisement(record: logging.LogRecord) -> bool:
+        return not any(package in record.getMessage() for package in ADVERTISED)
+
+    with warnings.catch_warnings():
+        for message in NOISE:
+            warnings.filterwarnings("ignore", message)
+        log.addFilter(is_no_advertisement)
+        try:
+            yield
+        finally:
+            log.removeFilter(is_no_advertisement)
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="train")
 def main(cfg: DictConfig) -> None:
     """One job: what Hydra calls once, or once per job of a sweep."""
     output_dir = Path(HydraConfig.get().runtime.output_dir)
-    for message in NOISE:
-        warnings.filterwarnings("ignore", message)
     try:
-        trainer = train(plain(cfg), output_dir)
+        with quiet():
+            trainer = train(plain(cfg), output_dir)
     except (ConfigError, MisconfigurationException) as error:
         fail(error)
     if trainer.is_global_zero and not cfg.dry_run:

@@ -6,15 +6,19 @@ import doctest
 import importlib
 import math
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -345,7 +349,25 @@ ERRORS = {
     "callbacks.best.save_lst=true": ["callbacks.best.save_lst", "Did you mean 'save_last'"],
     "precision.policy.fp23=[GroupNorm]": ["precision.policy.fp23", "Did you mean 'fp32'"],
     "precision.policy.fp32=[time_embeding.*]": ["precision.policy", "time_embeding.*", "time_embedding"],
-    "precision.scaler.init_scale=4": ["precision.scaler", "not set here"],
+    "precision.scaler.init_scale=4": [
+        "'precision.scaler' is not set here",
+        "precision=fp16 sets it",
+        "+precision.scaler._target_=lightning_mixprec.DynamicLossScaler",
+    ],
+    "precision.masters=splitt": ["precision.masters=splitt", "Did you mean 'split'"],
+    "precision.policy.compute=bf61": ["precision.policy.compute=bf61: lightning_mixprec.PrecisionPolicy refused"],
+    "+foo=1": ["unknown key 'foo'", "callbacks, ckpt_path, data"],
+    "+sede=1": ["unknown key 'sede'", "Did you mean 'seed'"],
+    "++foo.bar=1": ["unknown key 'foo'"],
+    "optimizer.lr=abc": ["optimizer.lr=abc: torch.optim.AdamW takes a number", "Change it"],
+    "optimizer.lr=-1": ["optimizer.lr=-1: torch.optim.AdamW refused: Invalid learning rate: -1", "Change it"],
+    "scheduler.total_iters=abc": ["scheduler.total_iters=abc: torch.optim.lr_scheduler.LinearLR takes a whole number"],
+    "scheduler.start_factor=2": ["scheduler.start_factor=2", "LinearLR refused", "less or equal to 1"],
+    "trainer.max_steps=abc": ["trainer.max_steps=abc: lightning.Trainer takes a whole number."],
+    "trainer.max_steps=1e3": ["trainer.max_steps=1000.0", "a whole number (write 1000)."],
+    "trainer.devices=0": ["trainer.devices=0: lightning.Trainer refused"],
+    "trainer.detect_anomaly=1": ["trainer.detect_anomaly=1", "true or false"],
+    "model.block_out_channels=[a]": ["model.block_out_channels=['a']", "a list"],
     "trainer.precision=16-mixed": ["trainer.precision=16-mixed", "precision=fp32|bf16|fp16"],
     "+trainer.strategy=ddp": ["trainer.strategy=ddp", "strategy=auto|ddp"],
     "trainer.accumulate_grad_batches=12": ["accumulate_grad_batches=12", "11 batches", "at most 11"],
@@ -355,7 +377,6 @@ ERRORS = {
     "seed=-1": ["seed=-1", "0 to 4294967295"],
     "callbacks.samples.sampler.steps=3": ["callbacks.samples.sampler"],
     "seed=1,2": ["seed=1,2", "-m"],
-    "trainer.max_steps=many": ["max_steps=many", "lightning.Trainer"],
     "model.block_out_channels=[12]": ["block_out_channels=[12]", "multiples of norm_num_groups=8"],
     "objective.label_dropout=2": ["label_dropout=2", "between 0 and 1"],
     "model._target_=recipes.unet.Unet": ["model._target_=recipes.unet.Unet", "cannot be imported"],
@@ -373,8 +394,10 @@ def test_bad_input_is_refused(
     shown = capfd.readouterr()
     message = shown.err[shown.err.index("error: ") :]
     assert all(text in message for text in ERRORS[override]), message
+    assert len(message) < 1000
+    assert "(masters=" not in message
     assert "Traceback" not in shown.out + shown.err
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("events.out.*")]
 
 
 def test_sweep_is_checked_job_by_job(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -439,7 +462,7 @@ def test_tensorboard_shows_the_run(bf16_run: Path) -> None:
     assert {"train/loss", "val/loss", "perf/images_per_second", "samples/non_finite"} <= tags
     assert {"mixprec/loss_scale", "mixprec/skipped_total", "mixprec/consecutive_skips", "mixprec/grad_norm"} <= tags
     assert any(tag.startswith("lr-") for tag in tags)
-    assert len(scalars(bf16_run, "val/loss")) == 3
+    assert list(scalars(bf16_run, "val/loss")) == [11, 22, 33]  # where the samples are
     assert scalars(bf16_run, "perf/images_per_second").popitem()[1] > 0
     assert [image.step for image in log.Images("samples")] == [11, 22, 33]
     config = log.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -508,6 +531,237 @@ def test_resume_equals_the_uninterrupted_run(
     assert (
         list(scalars(tmp_path / "a" / "2", "val/loss").values())[-1] == list(scalars(bf16_run, "val/loss").values())[-1]
     )
+
+
+def test_checkpoint_of_another_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    path = bf16_run / "checkpoints" / "last.ckpt"
+    options = [f"ckpt_path={path}", "trainer.max_steps=40", f"hydra.run.dir={tmp_path}/run"]
+    assert cli(monkeypatch, *SHORT[1:], *options, "model=unet_small") == 2
+    shown = capfd.readouterr()
+    message = shown.err[shown.err.index("error: ") :]
+    assert f"{path} does not fit: 'net.conv_in.weight' is [8, 1, 3, 3] in the checkpoint and [32, 1, 3, 3]" in message
+    assert "model.block_out_channels [8, 16] -> [32, 64]" in message
+    assert "Choose the model that the checkpoint was trained with" in message
+    assert "Traceback" not in shown.out + shown.err
+    assert not list(tmp_path.rglob("events.out.*"))
+    # More layers, and a checkpoint that does not know its configuration.
+    saved = checkpoint(bf16_run)
+    del saved["recipe"], saved["processes"]
+    torch.save(saved, tmp_path / "stock.ckpt")
+    options[0] = f"ckpt_path={tmp_path}/stock.ckpt"
+    assert cli(monkeypatch, *SHORT, *options, "model.layers_per_block=2") == 2
+    assert "resnets.1.norm1.weight' is absent in the checkpoint and [8] in this" in capfd.readouterr().err
+    assert cli(monkeypatch, *SHORT, *options[:1], "trainer.max_steps=34", f"hydra.run.dir={tmp_path}/run") == 0
+
+
+def test_resume_without_steps_left_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    path = bf16_run / "checkpoints" / "last.ckpt"
+    for steps in (33, 20):
+        options = [f"ckpt_path={path}", f"trainer.max_steps={steps}", f"hydra.run.dir={tmp_path}/run"]
+        assert cli(monkeypatch, *SHORT, *options) == 2
+        message = capfd.readouterr().err
+        assert f"trainer.max_steps={steps}: {path} is at step 33 already" in message
+        assert "a number above 33" in message
+    assert not list(tmp_path.rglob("events.out.*"))
+
+
+def test_resume_says_what_changed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    saved = checkpoint(bf16_run)
+    assert saved["processes"] == 1
+    torch.save(saved | {"processes": 2}, tmp_path / "two.ckpt")
+    options = ["precision=fp32", "data.batch_size=64", "seed=3", "model.time_scale=500", "trainer.max_steps=34"]
+    assert cli(monkeypatch, *SHORT, *options, f"ckpt_path={tmp_path}/two.ckpt", f"hydra.run.dir={tmp_path}/run") == 0
+    lines = [x for x in capfd.readouterr().out.splitlines() if x.startswith("changed since the checkpoint: ")]
+    assert len(lines) == 1
+    changed = lines[0].partition(": ")[2].split(", ")
+    assert {
+        "precision.policy.compute bf16 -> fp32",
+        "data.batch_size 128 -> 64",
+        "seed 0 -> 3",
+        "model.time_scale not set -> 500",
+        "trainer.max_steps 33 -> 34",
+        "processes 2 -> 1",
+    } <= set(changed)
+    assert not [x for x in changed if "directory" in x or "dirpath" in x or "save_dir" in x or "ckpt_path" in x]
+    # Nothing changed: nothing said.
+    same = ["trainer.val_check_interval=11", f"hydra.run.dir={tmp_path}/same"]
+    last = bf16_run / "checkpoints" / "last.ckpt"
+    assert cli(monkeypatch, *SHORT, *same, f"ckpt_path={last}", "trainer.max_steps=34") == 0
+    assert "changed since the checkpoint: trainer.max_steps 33 -> 34\n" in capfd.readouterr().out
+
+
+def test_logger_none_works_on_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cli(monkeypatch, *SHORT, "logger=none", "trainer.max_steps=2", f"hydra.run.dir={tmp_path}/run") == 0
+    assert checkpoint(tmp_path / "run")["global_step"] == 2
+    assert not list(tmp_path.rglob("events.out.*"))
+
+
+def test_last_skips_runs_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = [*SHORT, "~callbacks.samples"]
+    assert cli(monkeypatch, *run, "trainer.max_steps=2", f"hydra.run.dir={tmp_path}/1") == 0
+    assert cli(monkeypatch, *run, "optimizer.lr=-1", f"hydra.run.dir={tmp_path}/2") == 2
+    assert cli(monkeypatch, *run, "trainer.max_steps=3", "ckpt_path=last", f"hydra.run.dir={tmp_path}/3") == 0
+    assert f"Restored all states from the checkpoint at {tmp_path}/1/" in "".join(capfd.readouterr())
+    assert len(list(tmp_path.rglob("events.out.*"))) == 2
+
+
+def overflow(monkeypatch: pytest.MonkeyPatch, bad: set[tuple[int, int]]) -> None:
+    """Make the training loss of these (epoch, batch) infinite."""
+    drawn = DiffusionModule.draw
+
+    def draw(self: DiffusionModule, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        labels, sigma, noise = drawn(self, batch, batch_idx)
+        return labels, sigma, noise * (1e30 if (self.current_epoch, batch_idx) in bad else 1)
+
+    monkeypatch.setattr(DiffusionModule, "draw", draw)
+
+
+@pytest.mark.parametrize("monitor", ["train/loss", "train/loss_epoch"])
+def test_overflow_does_not_poison_the_training_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, monitor: str
+) -> None:
+    overflow(monkeypatch, {(0, 1), (0, 10)})
+    stop = "callbacks.stop"
+    early = [f"+{stop}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{stop}.monitor={monitor}"]
+    early += [f"{stop}.patience=10", f"{stop}.check_on_train_epoch_end=true"]
+    options = ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.log_every_n_steps=1", "~callbacks.samples"]
+    assert cli(monkeypatch, *SHORT[:3], *early, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    run = tmp_path / "run"
+    assert checkpoint(run)["global_step"] == 31  # of 33 batches
+    steps, epochs = scalars(run, "train/loss"), scalars(run, "train/loss_epoch")
+    assert all(map(math.isfinite, [*steps.values(), *epochs.values()]))
+    assert list(scalars(run, "train/skipped_batches").values()) == [2, 0, 0]
+    good = [steps[i] for i in range(11) if i not in (1, 10)]
+    assert next(iter(epochs.values())) == pytest.approx(sum(good) / 9, rel=1e-6)
+
+
+def test_training_loss_leaves_out_all_batches_of_a_skipped_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    overflow(monkeypatch, {(0, 4)})
+    options = ["trainer.accumulate_grad_batches=5", "trainer.max_steps=2", "~callbacks.samples"]
+    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert list(scalars(tmp_path / "run", "train/skipped_batches").values()) == [5]
+
+
+def test_screen_leaves_out_what_nobody_can_act_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], bf16_run: Path, tmp_path: Path
+) -> None:
+    last = bf16_run / "checkpoints" / "last.ckpt"
+    filters = warnings.filters[:]
+    options = ["trainer.val_check_interval=2", f"ckpt_path={last}", "trainer.max_steps=37"]
+    assert cli(monkeypatch, *SHORT, *options, f"hydra.run.dir='{tmp_path}/a b'") == 0
+    shown = "".join(capfd.readouterr())
+    for text in ("FLOPs", "litlogger", "litmodels", "dirpath has changed", "sync_dist", "model summary", "Tip:"):
+        assert text not in shown
+    assert "UNet with 41,961 trained parameters" in shown
+    assert f"tensorboard --logdir '{tmp_path}/a b'\n" in shown
+    assert warnings.filters == filters
+    saved = yaml.safe_load((tmp_path / "a b" / "hparams.yaml").read_text())
+    assert (saved["seed"], saved["precision"]["policy"]["compute"]) == (0, "bf16")
+
+
+STEPS = ["trainer.val_check_interval=11", "callbacks.samples.per_class=1", "trainer.max_steps=33"]
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, batch: int, number: int, *arguments: str, times: int = 1) -> int:
+    """Run `recipes.train` and send it a signal while it computes the loss of training batch `batch`, counted from 1."""
+    compute, seen = DiffusionModule.training_step, []
+
+    def training_step(self: DiffusionModule, *args: Any) -> Tensor:
+        seen.append(args)
+        for _ in range(times if len(seen) == batch else 0):
+            os.kill(os.getpid(), number)
+        return compute(self, *args)
+
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionModule, "training_step", training_step)
+        status = cli(patch, *SHORT, *arguments)
+    signal.signal(signal.SIGINT, handlers[0])  # Lightning ignores it after a KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) == handlers[1]
+    return status
+
+
+# Before any validation, in the middle of an epoch, where a validation is due, and at the end of an epoch.
+@pytest.mark.parametrize(
+    ("batch", "number", "interval"),
+    [
+        (7, signal.SIGINT, 11),
+        (15, signal.SIGTERM, 11),
+        (20, signal.SIGINT, 10),
+        (22, signal.SIGINT, 11),
+        (22, signal.SIGINT, 30),
+    ],
+)
+def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    bf16_run: Path,
+    batch: int,
+    number: signal.Signals,
+    interval: int,
+) -> None:
+    first, second = tmp_path / "a b" / "1", tmp_path / "a b" / "2"
+    options = [*STEPS, f"trainer.val_check_interval={interval}", f"hydra.run.dir='{first}'"]
+    assert signalled(monkeypatch, batch, number, *options) == 128 + number
+    batch += (batch, interval) == (22, 30)  # an epoch ends without a validation: one step more
+    shown = capfd.readouterr()
+    assert f"interrupted      after step {batch}\n" in shown.out
+    assert f"checkpoint       {first}/checkpoints/last.ckpt, of step {batch}\n" in shown.out
+    again = shown.out[shown.out.index("to continue      ") :].split("\n")[0]
+    assert again.startswith("to continue      python -m recipes.train model=unet_tiny trainer.accelerator=cpu")
+    *again, directory = shlex.split(again)[5:]  # without "to continue python -m recipes.train"
+    assert again[-2:] == [f"trainer.val_check_interval={interval}", "ckpt_path=last"]
+    assert directory == f"hydra.run.dir='{first}'"
+    assert "Traceback" not in shown.out + shown.err
+    assert checkpoint(first)["global_step"] == batch
+
+    assert cli(monkeypatch, *again, f"hydra.run.dir='{second}'") == 0
+    whole, resumed = checkpoint(bf16_run), checkpoint(second)
+    for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
+        assert_same(whole[entry], resumed[entry], entry)
+    # Every validation ran exactly once; the one at the end on the same weights.
+    assert (resumed["global_step"], resumed["epoch"]) == (33, whole["epoch"])
+    validated = [
+        events(run).Tags()["scalars"].count("val/loss") and list(scalars(run, "val/loss")) for run in (first, second)
+    ]
+    due = [step for step in range(1, 34) if step % interval == 0 or step == 33]
+    assert [v or [] for v in validated] == [[s for s in due if s <= batch], [s for s in due if s > batch]]
+    assert scalars(second, "val/loss")[33] == scalars(bf16_run, "val/loss")[33]
+    assert scalars(second, "train/loss")[29] == scalars(bf16_run, "train/loss")[29]
+    assert f"tensorboard --logdir '{second}'\n" in capfd.readouterr().out
+
+
+def test_interruption_waits_for_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = [*STEPS, "trainer.accumulate_grad_batches=3", "~callbacks.samples", f"hydra.run.dir={tmp_path}/a"]
+    assert signalled(monkeypatch, 4, signal.SIGTERM, *arguments) == 143
+    assert checkpoint(tmp_path / "a")["global_step"] == 2  # batches 4 to 6
+
+
+def test_second_signal_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert signalled(monkeypatch, 5, signal.SIGINT, *STEPS, f"hydra.run.dir={tmp_path}/a", times=2) == 130
+    shown = capfd.readouterr()
+    assert "checkpoint       none was written yet" in shown.out
+    assert f"trainer.max_steps=33 hydra.run.dir={tmp_path}/a\n" in shown.out  # anew
+    assert "Traceback" not in shown.out + shown.err
+
+
+def test_signal_in_the_last_step_does_not_disturb_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["trainer.max_steps=3", "~callbacks.samples", f"hydra.run.dir={tmp_path}/a"]
+    assert signalled(monkeypatch, 3, signal.SIGTERM, *arguments) == 0
+    assert list(scalars(tmp_path / "a", "val/loss")) == [3]
 
 
 def test_sample_draws_the_same_grid_as_the_run(
@@ -581,6 +835,7 @@ def test_two_ranks_share_one_directory_and_weigh_samples_equally(tmp_path: Path)
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "sync_dist" not in done.stderr
     assert done.stdout.count("validation loss") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["ddp"]
     assert [p.name for p in (tmp_path / "ddp").iterdir()] == ["run"]
@@ -589,6 +844,40 @@ def test_two_ranks_share_one_directory_and_weigh_samples_equally(tmp_path: Path)
     assert len(list(run.rglob("*.png"))) == 3
     assert checkpoint(run)["global_step"] == 12
     assert list(scalars(run, "val/loss").values())[-1] == pytest.approx(reference_validation_loss(run), rel=1e-5)
+
+
+def test_signal_to_one_rank_stops_both_after_the_same_step(tmp_path: Path) -> None:
+    ranks = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model=unet_tiny", "sampler.steps=2"]
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "recipes.train",
+            *ranks,
+            "trainer.val_check_interval=3",
+            f"hydra.run.dir={tmp_path}/run",
+        ],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "PL_GLOBAL_SEED"} | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for _ in range(600):
+            if (tmp_path / "run" / "samples" / "step000006.png").exists():
+                break
+            time.sleep(0.1)
+        started.terminate()
+        shown = started.communicate(timeout=60)[0]
+    finally:
+        started.kill()
+    assert started.returncode == 128 + signal.SIGTERM, shown[-3000:]
+    step = checkpoint(tmp_path / "run")["global_step"]
+    assert step >= 6
+    assert f"/checkpoints/last.ckpt, of step {step}\n" in shown
+    assert shown.count("to continue") == 1
+    assert "Traceback" not in shown
 
 
 def test_default_recipe_learns_the_digits(tmp_path: Path) -> None:

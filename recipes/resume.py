@@ -1,0 +1,139 @@
+"""Which checkpoint to resume from, and whether it can continue the run that is configured.
+
+Lightning answers a checkpoint of another model with a traceback that lists every tensor, and a step count that is
+already reached by doing nothing. Here both are refused beforehand, and what else differs is said in one line. It leaves
+out restoring, which Lightning does, and drawing samples from a checkpoint (`recipes.sample`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import to_absolute_path
+from torch import Tensor, nn
+
+from recipes.config import ConfigError, flatten
+
+
+def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
+    """The checkpoint to resume from.
+
+    Args:
+        ckpt_path: None starts anew; `last` means the newest `last.ckpt` of this run directory and its siblings, which
+            are the earlier runs of the experiment (jobs of sweeps included); anything else is a path, relative to
+            where the command was typed.
+        output_dir: This run's directory.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        root = output_dir.parent
+        found = [*root.glob("*/checkpoints/last.ckpt"), *root.glob("sweep_*/*/checkpoints/last.ckpt")]
+        if not found:
+            raise ConfigError(
+                f"ckpt_path=last: no earlier run was found. Looked for {root}/*/checkpoints/last.ckpt. "
+                "Leave ckpt_path out to start anew, or give the path of a checkpoint."
+            )
+        path = max(found, key=lambda p: p.stat().st_mtime)
+        # Processes that Lightning starts repeat the command line: they must not search again and find another file.
+        sys.argv.append("ckpt_path='" + str(path).replace("'", r"\'") + "'")
+        return path
+    path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"ckpt_path={ckpt_path}: there is no file {path}. Write ckpt_path=last for the newest checkpoint of this "
+            "experiment, or the path of a .ckpt file."
+        )
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A checkpoint on the CPU, without unpickling anything that could run code."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ConfigError(f"ckpt_path={path} is no checkpoint of a Trainer: it has no entry 'state_dict'.")
+    return checkpoint
+
+
+def check_fits(checkpoint: dict[str, Any], config: dict[str, Any], module: nn.Module, path: Path) -> None:
+    """Refuse a checkpoint of another model, with the first tensor that differs and the options that made it.
+
+    Args:
+        checkpoint: As `read` returns it.
+        config: This run's configuration, plain.
+        module: What the weights would be loaded into.
+        path: For the error.
+    """
+    found, wanted = checkpoint["state_dict"], module.state_dict()
+    problems = [
+        f"'{name}' is {_size(found.get(name))} in the checkpoint and {_size(wanted.get(name))} in this run's model"
+        for name in [*wanted, *(name for name in found if name not in wanted)]
+        if _size(found.get(name)) != _size(wanted.get(name))
+    ]
+    if not problems:
+        return
+    more = f" ({len(problems) - 1} more tensors differ)" if len(problems) > 1 else ""
+    theirs = checkpoint.get("recipe", {}).get("model")
+    options = differences({"model": theirs}, {"model": config["model"]}) if theirs else []
+    made = f" The models: {'; '.join(options)} (checkpoint -> this run)." if options else ""
+    raise ConfigError(
+        f"ckpt_path: {path} does not fit: {problems[0]}{more}.{made} Choose the model that the checkpoint was trained "
+        "with, or leave ckpt_path out to train this one from the start."
+    )
+
+
+def _size(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else str(list(tensor.shape))
+
+
+def check_steps(checkpoint: dict[str, Any], trainer: L.Trainer, path: Path) -> None:
+    """Refuse a resume that has nothing to do."""
+    step, limit = checkpoint.get("global_step", 0), trainer.max_steps
+    if limit != -1 and limit <= step:
+        raise ConfigError(
+            f"trainer.max_steps={limit}: {path} is at step {step} already, so nothing would be trained. Write "
+            f"trainer.max_steps=NUMBER with a number above {step}, or leave ckpt_path out to start anew."
+        )
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """What differs between a checkpoint's configuration and this run's, as `key old -> new`.
+
+    The directories of the two runs are the same thing under two names, and `ckpt_path` says where a run came from.
+
+    Example:
+        >>> differences({"seed": 0, "model": {"a": 1}}, {"seed": 1, "model": {"a": 1, "b": 2}})
+        ['model.b not set -> 2', 'seed 0 -> 1']
+    """
+    old, new = (_portable(config) for config in (theirs, ours))
+    keys = [key for key in sorted(old.keys() | new.keys()) if key != "ckpt_path"]
+    return [
+        f"{key} {old.get(key, 'not set')} -> {new.get(key, 'not set')}" for key in keys if old.get(key) != new.get(key)
+    ]
+
+
+def _portable(config: dict[str, Any]) -> dict[str, Any]:
+    root = config.get("trainer", {}).get("default_root_dir")
+    values = flatten(config)
+    return {k: v.replace(root, "RUN", 1) if root and str(v).startswith(root) else v for k, v in values.items()}
+
+
+def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], trainer: L.Trainer) -> None:
+    """Say in one line what this run does otherwise than the one that it continues; resuming goes on all the same."""
+    if not trainer.is_global_zero or "recipe" not in checkpoint:
+        return
+    changed = differences(checkpoint["recipe"], config)
+    processes = checkpoint.get("processes", trainer.world_size)
+    if processes != trainer.world_size:
+        changed.append(f"processes {processes} -> {trainer.world_size}")
+    if changed:
+        print(f"changed since the checkpoint: {', '.join(changed)}")
