@@ -236,8 +236,9 @@ class Borrower:
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
         state = self._states.setdefault(bucket, BucketState(bucket))
         dense = not any(grad.is_sparse for grad in grads if grad is not None)
-        # Vectorised kernels may round the last few elements of a tensor differently. As one tensor go parameters that
-        # have no such elements, and those so many that each on its own would cost more than its arithmetic.
+        # Vectorised kernels may round the last elements of a tensor (at most 15) differently, by an fp32 ulp. As one
+        # tensor go parameters that have no such elements or very many others, and those so many that each on its own
+        # would cost more than its arithmetic.
         as_one = len(params) == len(bucket.params) and dense and (bucket.seamless or len(params) > _MANY)
         flat_state = state.gather(self.optimizer.state) if as_one and self.way in ("kernel", "flat") else None
         room = None

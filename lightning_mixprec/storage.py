@@ -110,8 +110,8 @@ class Bucket:
         half: 16-bit [n], the memory of the parameters, at its end up to three elements of padding.
         used: Elements before that padding.
         packed: Whether contiguous tensors of the parameters' shapes, end to end, are in the bucket's order.
-        seamless: Whether kernels see the same vectors in the flat tensor as in each parameter by itself: no vector of
-            up to 16 elements reaches from one into the next.
+        seamless: Whether kernels see the same vectors in the flat tensor as in each parameter by itself, because no
+            vector of up to 16 elements reaches from one into the next; or nearly the same, because each is large.
         index: Place of each parameter.
         master: fp32 [n], or None where the rung stores less.
         rest: int16 or int8 [n], the extra bits, or None.
@@ -144,7 +144,8 @@ class Bucket:
             size += -(-param.numel() // alignment) * alignment
         self.used = size
         self.packed = size == sum(param.numel() for param in self.params if param.is_contiguous())
-        self.seamless = self.packed and all(param.numel() % 16 == 0 for param in self.params[:-1])
+        sizes = [param.numel() for param in self.params[:-1]]
+        self.seamless = self.packed and all(size % 16 == 0 or size >= 2**16 for size in sizes)
         self.index = {param: place for place, param in enumerate(self.params)}
         size = -(-size // 4) * 4  # whole 64-bit words, for the fingerprint
         self.half = torch.zeros(size, dtype=dtype, device=device)
