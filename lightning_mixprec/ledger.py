@@ -11,7 +11,7 @@ What it leaves out: which hook of the Trainer calls what (:mod:`lightning_mixpre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mixprec.master import MasterWeights, found_nonfinite
+from lightning_mixprec.master import MasterWeights, found_nonfinite, multiply_gradients
 from lightning_mixprec.scaler import DynamicLossScaler
 
 
@@ -81,7 +81,7 @@ class GradientLedger:
                 self._found.pop(optimizer, None)  # cleared since: a new window
                 self._unscaled.discard(optimizer)
             elif optimizer in self._unscaled:  # clipped, say, and then more is added
-                self._multiply(params, self.scaler.scale)
+                multiply_gradients(params, self.scaler.scale)
                 self._unscaled.discard(optimizer)
             if self._masters is not None and self._accumulate_in_fp32:
                 self._masters.accumulate_in_fp32(params)
@@ -125,7 +125,7 @@ class GradientLedger:
         if self._masters is not None:
             self._masters.unscale_gradients(params)
         if not self.scaler.is_identity:
-            self._multiply(params, self.scaler.inverse_scale())
+            multiply_gradients(params, self.scaler.inverse_scale())
 
     def step(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
         """Step, with gradients that :meth:`unscale` has made true or that are still scaled."""
@@ -160,7 +160,7 @@ class GradientLedger:
             # An optimizer that accumulates over batches goes on with the new scale.
             for optimizer in self.optimizers:
                 if optimizer not in self._unscaled:
-                    self._multiply(_with_gradients(optimizer), self.scaler.scale / before)
+                    multiply_gradients(_with_gradients(optimizer), self.scaler.scale / before)
         return stepped
 
     def _close(self, optimizer: Optimizer, drop: bool = False) -> None:
@@ -173,16 +173,6 @@ class GradientLedger:
         self._found.pop(optimizer, None)
         self._unscaled.discard(optimizer)
         self.window_open = self._masters is not None and any(map(self.has_gradients, self.optimizers))
-
-    @torch.no_grad()
-    def _multiply(self, params: Iterable[nn.Parameter], factor: Tensor) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        dense = [grad for grad in grads if not grad.is_sparse]
-        if dense:
-            torch._foreach_mul_(dense, factor)
-        for grad in grads:
-            if grad.is_sparse:
-                grad.mul_(factor)
 
 
 def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -315,13 +315,7 @@ class MasterWeights:
         params = [param for param in params if param.grad is not None]
         self.accumulate_in_fp32(params)
         if inverse_scale is not None:
-            grads = [param.grad for param in params if param.grad is not None]
-            dense = [grad for grad in grads if not grad.is_sparse]
-            if dense:
-                torch._foreach_mul_(dense, inverse_scale)
-            for grad in grads:
-                if grad.is_sparse:
-                    grad.mul_(inverse_scale)
+            multiply_gradients(params, inverse_scale)
 
     def release_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop the gradients: fp32 ones would cost 4 bytes a parameter until the next backward, and break DDP's."""
@@ -371,6 +365,26 @@ class MasterWeights:
                     state_dict[prefix + name] = param.detach().clone()
                 elif param in self._as_given:
                     self._as_given[param].copy_(value)
+
+
+@torch.no_grad()
+def multiply_gradients(params: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients of ``params`` by ``factor``, fp32 [], in place.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> weight.grad = torch.ones(1)
+        >>> multiply_gradients([weight], torch.tensor(0.5))
+        >>> weight.grad
+        tensor([0.5000])
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    dense = [grad for grad in grads if not grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
 
 
 @torch.no_grad()

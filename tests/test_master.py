@@ -204,10 +204,7 @@ def test_fp32_masters_equal_the_optimizer_on_fp32_parameters_bit_for_bit(optimiz
     reference = ANY[optimizer](list(plain.parameters()))
     generator = torch.Generator().manual_seed(1)
     for step in range(20):
-        for name, param in plain.named_parameters():
-            grad = (torch.randn(param.shape, generator=generator) * 0.1).to(torch.float32 if "wide" in name else BF16)
-            param.grad = None if step == 7 and name == "b.weight" else torch.empty_like(param).copy_(grad)
-        reference.step()
+        step_plain(plain, reference, generator, skip="b.weight" if step == 7 else None)
     ours = train("fp32", ANY[optimizer], 20, skip_at=7)
     for name, param in plain.named_parameters():
         assert torch.equal(ours[f"19.{name}"], param), name
@@ -292,11 +289,7 @@ def test_parameters_that_join_late_step_from_one(rung, optimizer):
     reference = ANY[optimizer](list(plain.parameters()))
     generator = torch.Generator().manual_seed(1)
     for step in range(6):
-        for name, param in plain.named_parameters():
-            grad = torch.randn(param.shape, generator=generator) * 0.1
-            grad = grad if "wide" in name else grad.to(BF16).float()
-            param.grad = None if step < 3 and name == "a.weight" else torch.empty_like(param).copy_(grad)
-        reference.step()
+        step_plain(plain, reference, generator, skip="a.weight" if step < 3 else None)
     ours = run(rung)
     for name, param in plain.named_parameters():
         assert torch.equal(ours[name], param), name
@@ -443,10 +436,7 @@ def test_state_for_a_group_works_with_fp32_masters():
     one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     for _ in range(10):
         give_gradients(net, one)
-        for name, param in plain.named_parameters():
-            grad = torch.randn(param.shape, generator=two) * 0.1
-            param.grad = grad if "wide" in name else grad.to(BF16).float()
-        reference.step()
+        step_plain(plain, reference, two)
         masters.step(optimizer, optimizer.step)
     for name, param in plain.named_parameters():
         assert torch.equal(net.state_dict()[name], param), name
@@ -489,10 +479,7 @@ def test_optimizer_whose_state_is_its_own_is_refused_or_right():
     one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     for _ in range(5):
         give_gradients(net, one)
-        for name, param in plain.named_parameters():
-            grad = torch.randn(param.shape, generator=two) * 0.1
-            param.grad = grad if "wide" in name else grad.to(BF16).float()
-        reference.step()
+        step_plain(plain, reference, two)
         masters.step(optimizer, optimizer.step)
     assert optimizer.info == {"t": 5}
     assert {total.dtype for total in optimizer.listed} == {torch.float32}
@@ -632,10 +619,7 @@ def test_schedule_free_optimizer_follows_the_plain_one_through_its_modes():
         reference.train(), optimizer.train()
         for _ in range(4):
             give_gradients(net, one)
-            for name, param in plain.named_parameters():
-                grad = torch.randn(param.shape, generator=two) * 0.1
-                param.grad = grad if "wide" in name else grad.to(BF16).float()
-            reference.step()
+            step_plain(plain, reference, two)
             masters.step(optimizer, optimizer.step)
         reference.eval(), optimizer.eval()
         for name, param in plain.named_parameters():
