@@ -100,7 +100,9 @@ class Borrower:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
             optimizer.register_state_dict_post_hook(_own_scalars),
+            optimizer.register_step_pre_hook(self._refuse_bare_step),
         ]
+        self._inside = False
         # Optimizers with modes (schedule-free) write weights and read state outside a step: also inside a window. The
         # class is exchanged, not the methods of the instance, because Lightning's wrapper calls those of the class.
         self._class = type(optimizer)
@@ -125,9 +127,23 @@ class Borrower:
     @torch.no_grad()
     def step(self, call: Callable[[], Any], inverse_scale: Tensor | None) -> Any:
         """One step; see :meth:`lightning_mixprec.master.MasterWeights.step`."""
+        self._inside = True
+        try:
+            return self._step(call, inverse_scale)
+        finally:
+            self._inside = False
+
+    def _refuse_bare_step(self, *_: Any) -> None:
+        if not self._inside:
+            raise RuntimeError(
+                f"{self._class.__name__}.step() was called past Lightning, on 16-bit weights. Step what "
+                "`self.optimizers()` returns, not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
+            )
+
+    def _step(self, call: Callable[[], Any], inverse_scale: Tensor | None) -> Any:
         groups = list(self.optimizer.param_groups)
         layouts = [self._layout(group) for group in groups]
-        hooked = _step_hooks(self.optimizer, "pre") or _step_hooks(self.optimizer, "post")
+        hooked = self._step_hooks("pre") or self._step_hooks("post")
         standing = all(bucket.master is not None for layout in layouts for bucket in layout.places)
         if self.way == "whole" or (hooked and standing):
             for layout in layouts:
@@ -138,14 +154,19 @@ class Borrower:
         # Hooks expect one call, with everything in place: they get it around the parts, with the module's parameters.
         for layout in layouts:
             self._homes.unscale_gradients(layout.params, inverse_scale)
-        for hook in _step_hooks(self.optimizer, "pre"):
+        for hook in self._step_hooks("pre"):
             if hook(self.optimizer, (), {}) is not None:
                 raise ValueError(f"A step hook of {self._class.__name__} changes arguments; use masters='fp32'.")
         with without_step_hooks(self.optimizer):
             result = self._step_in_parts(groups, layouts, call, None)
-        for hook in _step_hooks(self.optimizer, "post"):
+        for hook in self._step_hooks("post"):
             hook(self.optimizer, (), {})
         return result
+
+    def _step_hooks(self, kind: str) -> list[Callable[..., Any]]:
+        own = getattr(self.optimizer, f"_optimizer_step_{kind}_hooks").values()
+        everywhere = _global_optimizer_pre_hooks if kind == "pre" else _global_optimizer_post_hooks
+        return [*everywhere.values(), *(hook for hook in own if hook != self._refuse_bare_step)]
 
     def _step_in_parts(
         self,
@@ -371,12 +392,6 @@ def _take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:
     if stand_in.data_ptr() != view.data_ptr():
         view.copy_(stand_in.data.view_as(view))
         stand_in.data = view
-
-
-def _step_hooks(optimizer: Optimizer, kind: str) -> list[Callable[..., Any]]:
-    own = getattr(optimizer, f"_optimizer_step_{kind}_hooks")
-    everywhere = _global_optimizer_pre_hooks if kind == "pre" else _global_optimizer_post_hooks
-    return [*everywhere.values(), *own.values()]
 
 
 def _own_scalars(_: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -3,8 +3,7 @@
 Why it exists: BatchNorm has taken an inf into its running statistics by the time backward shows that the batch must be
 skipped; the weights stay good and validation is NaN for ever (https://github.com/pytorch/pytorch/issues/88474).
 
-What it leaves out: deciding what is skipped. Nothing is copied that never changes: the first batch shows which buffers
-a forward writes to.
+What it leaves out: deciding what is skipped. Large buffers are copied only if the first batch shows that they change.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_LARGE = 2**16  # elements
+
 
 class BufferGuard:
     """Remembers the buffers that a forward changes, and puts them back.
 
     Args:
-        module: The module whose buffers are meant.
+        module: The module whose buffers are meant: those of submodules that have a floating-point one and train.
 
     Example:
         >>> norm = nn.BatchNorm1d(1)
@@ -36,27 +37,41 @@ class BufferGuard:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Take copies of the buffers that may change in what comes next; call once before each window of batches."""
-        for key, (tensor, _, version) in self._kept.items():
-            # Torch's normalisation kernels write to their statistics without counting a version.
-            silent = isinstance(key[0], nn.modules.batchnorm._NormBase)
-            if not silent and key[0]._buffers.get(key[1]) is tensor and tensor._version == version:
-                self._constant.add(key)
-        self._kept.clear()
+        """Take copies of the buffers as they are; a copy that is finite is never replaced by one that is not."""
+        before, self._kept = self._kept, {}
         for module in self._module.modules():
             if not _is_live(module):
                 continue
             for name, buffer in module._buffers.items():
-                if buffer is not None and (module, name) not in self._constant:
-                    self._kept[module, name] = (buffer, buffer.clone(), buffer._version)
+                key = (module, name)
+                if buffer is None or key in self._constant:
+                    continue
+                last = before.get(key)
+                unchanged = last is not None and last[0] is buffer and last[2] == buffer._version
+                if unchanged and buffer.numel() > _LARGE:
+                    self._constant.add(key)
+                    continue
+                copy = buffer.clone()
+                if last is not None and buffer.is_floating_point() and last[1].shape == copy.shape:
+                    copy = torch.where(torch.isfinite(copy).all(), copy, last[1])
+                self._kept[key] = (buffer, copy, buffer._version)
 
     @torch.no_grad()
-    def restore_(self) -> None:
-        """Put back what was remembered, in place where the tensor is still the same one."""
+    def restore_(self, *, only_nonfinite: bool = False) -> None:
+        """Put back what was remembered, in place.
+
+        Args:
+            only_nonfinite: Leave finite buffers as they are: some optimizer has stepped, so the batch did happen, but
+                what an overflow has poisoned must not stay.
+        """
         for (module, name), (tensor, copy, _) in self._kept.items():
-            module._buffers[name] = tensor
-            tensor.copy_(copy)
-        self.remember()
+            if only_nonfinite:
+                current = module._buffers.get(name)
+                if current is not None and current.is_floating_point() and current.shape == copy.shape:
+                    current.copy_(torch.where(torch.isfinite(current).all(), current, copy))
+            else:
+                module._buffers[name] = tensor
+                tensor.copy_(copy)
 
 
 def _is_live(module: nn.Module) -> bool:

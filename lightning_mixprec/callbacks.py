@@ -9,7 +9,7 @@ counts as real and the parameters are their own masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,7 +99,8 @@ class MasterWeightAveraging(WeightAveraging):
 
     @torch.no_grad()
     def _update(self, pl_module: LightningModule) -> None:
-        pairs = [(self._average_of(name, w), self._place(w, w)) for name, w in _trained_weights(pl_module)]
+        weights = _trained_weights(pl_module, self.averages)
+        pairs = [(self._average_of(name, w), self._place(w, w)) for name, w in weights]
         if self.avg_fn is None:
             torch._foreach_lerp_([average for average, _ in pairs], [w for _, w in pairs], 1 - self.decay)
         else:
@@ -146,7 +147,7 @@ class MasterWeightAveraging(WeightAveraging):
         """Put the average in place of the weights, or back. Both stay fp32; the 16-bit parameters are roundings."""
         masters = _masters(pl_module)
         if not self._raw:
-            self._raw = {name: weight.clone() for name, weight in _trained_weights(pl_module)}
+            self._raw = {name: weight.clone() for name, weight in _trained_weights(pl_module, self.averages)}
             values = self.averages
         else:
             values, self._raw = self._raw, {}
@@ -191,7 +192,8 @@ class PrecisionMonitor(Callback):
 
     Scalars: ``mixprec/loss_scale`` (the scale used for that step), ``mixprec/skipped`` (1 if the step was skipped),
     ``mixprec/skipped_total``, ``mixprec/consecutive_skips``, ``mixprec/real_steps`` and ``mixprec/grad_norm`` (2-norm
-    over all parameters, unscaled, before clipping, steps that happened only). Steps that are not logged cost nothing.
+    over all parameters of the last optimizer, unscaled, before clipping, steps that happened only). Steps that are not
+    logged cost nothing.
 
     Example:
         >>> import lightning as L
@@ -257,11 +259,11 @@ def _masters(pl_module: LightningModule) -> MasterWeights | None:
     return plugin.master_weights if plugin is not None else None
 
 
-def _trained_weights(pl_module: LightningModule) -> Iterator[tuple[str, Tensor]]:
-    """Name and fp32 weight of every trained parameter, edits from outside included."""
+def _trained_weights(pl_module: LightningModule, known: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Name and fp32 weight of every trained parameter (or known to be one, if it is toggled off), with all edits."""
     masters = _masters(pl_module)
     if masters is not None:
         masters.adopt_edits()
     for name, param in pl_module.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad or name in known:
             yield name, masters.read(param) if masters is not None else param.detach()

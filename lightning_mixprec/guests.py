@@ -66,7 +66,12 @@ def rest_over_skips(scheduler: Any, plugin: Any) -> Any:
     base = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        skipped = getattr(self, "optimizer", None) in plugin._skipped_optimizers
+        # At the end of an epoch a schedule advances, whatever became of the last batch.
+        in_batch = plugin._module is not None and plugin._module._current_fx_name in (
+            "training_step",
+            "on_train_batch_end",
+        )
+        skipped = in_batch and getattr(self, "optimizer", None) in plugin._skipped_optimizers
         if plugin.count_skipped_steps or not skipped:
             base.step(self, *args, **kwargs)
 

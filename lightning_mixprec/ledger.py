@@ -11,7 +11,7 @@ What it leaves out: which hook of the Trainer calls what (:mod:`lightning_mixpre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,11 @@ class GradientLedger:
         masters: Master weights, or None if every parameter is fp32.
         device: Where flags live.
         accumulate_in_fp32: Widen 16-bit gradients before more is added to them. Not while a DDP reducer reads them.
+        keep_gradients: Leave gradients in place after a step, as plain PyTorch does, until the user clears them (manual
+            optimization). Otherwise they are dropped, which saves their memory until the next backward.
 
     Attributes:
-        window_open: Whether gradients have been made that no step has used or skipped yet.
+        consecutive_skips: Steps skipped in a row, by optimizer.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
@@ -59,38 +61,55 @@ class GradientLedger:
         device: torch.device,
         *,
         accumulate_in_fp32: bool = True,
+        keep_gradients: bool = False,
     ) -> None:
         self.optimizers = list(optimizers)
         self.scaler = scaler
-        self.window_open = False
+        self.consecutive_skips: dict[Optimizer, int] = dict.fromkeys(optimizers, 0)
         self._masters = masters
         self._device = device
         self._accumulate_in_fp32 = accumulate_in_fp32
+        self._keep_gradients = keep_gradients
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
-        self._unscaled: set[Optimizer] = set()
+        self._pending: set[Optimizer] = set()  # gradients made by backward that no step has used or skipped
+        self._scaled: set[nn.Parameter] = set()  # whose gradient carries the loss scale, if that is not 1 for ever
         self._stepped = self._skipped = False  # in this batch, any optimizer
+
+    @property
+    def window_open(self) -> bool:
+        """Whether gradients have been made that no step has used or skipped yet."""
+        return bool(self._pending)
 
     # Backward
 
     @torch.no_grad()
     def before_backward(self) -> None:
-        """Make what is there fit to be added to: scaled as the new gradients will be, and wide enough."""
+        """Make what is there fit to be added to: scaled as the new gradients will be, and wide (or narrow) enough."""
         for optimizer in self.optimizers:
             params = _with_gradients(optimizer)
-            if not params:
-                self._found.pop(optimizer, None)  # cleared since: a new window
-                self._unscaled.discard(optimizer)
-            elif optimizer in self._unscaled:  # clipped, say, and then more is added
-                multiply_gradients(params, self.scaler.scale)
-                self._unscaled.discard(optimizer)
-            if self._masters is not None and self._accumulate_in_fp32:
-                self._masters.accumulate_in_fp32(params)
+            if not params:  # cleared since: a new window
+                self._found.pop(optimizer, None)
+                self._pending.discard(optimizer)
+                continue
+            if not self.scaler.is_identity:  # true ones, kept, clipped or assigned, to which scaled ones are added
+                true = [param for param in params if param not in self._scaled]
+                multiply_gradients(true, self.scaler.scale)
+                self._scaled.update(true)
+            if self._masters is not None:
+                if self._accumulate_in_fp32:
+                    self._masters.accumulate_in_fp32(params)
+                else:
+                    self._masters.narrow_gradients(params)
 
     def after_backward(self) -> None:
         """Note non-finite gradients, before anybody can hide them."""
-        self.window_open = True
         for optimizer in self.optimizers:
-            self.note(optimizer)
+            params = _with_gradients(optimizer)
+            if params:
+                self._pending.add(optimizer)
+                if not self.scaler.is_identity:
+                    self._scaled.update(params)
+                self.note(optimizer)
 
     def note(self, optimizer: Optimizer) -> None:
         """Note a non-finite gradient of ``optimizer`` as it is now, without reading it back."""
@@ -111,37 +130,39 @@ class GradientLedger:
         found = self._found.get(optimizer)
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if several:
-            found = torch.zeros(1, device=self._device) if found is None else found
+            found = torch.zeros(1, dtype=torch.float32, device=self._device) if found is None else found
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found is not None and bool(found)
 
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer) -> None:
-        """Make the gradients of ``optimizer`` fp32 and true, once."""
-        if optimizer in self._unscaled:
-            return
-        self._unscaled.add(optimizer)
+        """Make the gradients of ``optimizer`` fp32 and true, each once."""
         params = _with_gradients(optimizer)
         if self._masters is not None:
             self._masters.unscale_gradients(params)
         if not self.scaler.is_identity:
-            multiply_gradients(params, self.scaler.inverse_scale())
+            scaled = [param for param in params if param in self._scaled]
+            multiply_gradients(scaled, self.scaler.inverse_scale())
+            self._scaled.difference_update(scaled)
 
     def step(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
         """Step, with gradients that :meth:`unscale` has made true or that are still scaled."""
-        true = optimizer in self._unscaled or self.scaler.is_identity
-        if self._masters is not None:
-            output = self._masters.step(optimizer, call, None if true else self.scaler.inverse_scale())
-        else:
-            self.unscale(optimizer)
-            output = call()
+        inverse_scale = None
+        if not self.scaler.is_identity:
+            if self._masters is not None and all(param in self._scaled for param in _with_gradients(optimizer)):
+                inverse_scale = self.scaler.inverse_scale()  # unscaled bucket by bucket
+            else:
+                self.unscale(optimizer)
+        output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale)
         self._stepped = True
-        self._close(optimizer)
+        self.consecutive_skips[optimizer] = 0
+        self._close(optimizer, drop=not self._keep_gradients and self._masters is not None)
         return output
 
     def skip(self, optimizer: Optimizer) -> None:
         """Drop the gradients of ``optimizer`` without a step."""
         self._skipped = True
+        self.consecutive_skips[optimizer] += 1
         self._close(optimizer, drop=True)
 
     def end_batch(self) -> bool | None:
@@ -156,23 +177,50 @@ class GradientLedger:
         self._stepped = self._skipped = False
         before = self.scaler.scale
         self.scaler.update(torch.full((), float(skipped), device=self._device), stepped=stepped)
-        if not self.scaler.is_static and self.window_open:
-            # An optimizer that accumulates over batches goes on with the new scale.
-            for optimizer in self.optimizers:
-                if optimizer not in self._unscaled:
-                    multiply_gradients(_with_gradients(optimizer), self.scaler.scale / before)
+        if self._scaled and not self.scaler.is_static:
+            # What accumulates over batches goes on with the new scale.
+            multiply_gradients(self._scaled, self.scaler.scale / before)
         return stepped
 
-    def _close(self, optimizer: Optimizer, drop: bool = False) -> None:
+    # Checkpoints inside a window
+
+    def true_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+        """Copies of all gradients, fp32 and without the scale, by name."""
+        inverse = self.scaler.inverse_scale()
+        grads = {}
+        for name, param in named:
+            if param.grad is not None:
+                grad = param.grad.detach().float()
+                grads[name] = grad * inverse if param in self._scaled else grad.clone()
+        return grads
+
+    @torch.no_grad()
+    def put_true_gradients(self, named: Iterable[tuple[str, nn.Parameter]], grads: Mapping[str, Tensor]) -> None:
+        """Go on with gradients that :meth:`true_gradients` saved, at whatever scale this run has."""
+        for name, param in named:
+            if name in grads:
+                grad = grads[name].to(param.device)
+                if not self.scaler.is_identity:
+                    grad = grad * self.scaler.scale
+                    self._scaled.add(param)
+                if not self._accumulate_in_fp32:
+                    grad = grad.to(param.dtype)
+                if grad.dtype != param.dtype:
+                    param.grad_dtype = None
+                param.grad = grad
+        self._pending.update(optimizer for optimizer in self.optimizers if self.has_gradients(optimizer))
+
+    def _close(self, optimizer: Optimizer, drop: bool) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if self._masters is not None:
-            self._masters.release_gradients(params)
-        elif drop:
-            for param in params:
-                param.grad = None
+        if drop:
+            if self._masters is not None:
+                self._masters.release_gradients(params)
+            else:
+                for param in params:
+                    param.grad = None
+            self._scaled.difference_update(params)
         self._found.pop(optimizer, None)
-        self._unscaled.discard(optimizer)
-        self.window_open = self._masters is not None and any(map(self.has_gradients, self.optimizers))
+        self._pending.discard(optimizer)
 
 
 def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -306,6 +306,14 @@ class MasterWeights:
                 param.grad = grad
                 self._widened.add(param)
 
+    def narrow_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """The reverse, for gradients kept over a step that a DDP reducer is to add to."""
+        for param in params:
+            if param in self._widened and param.grad is not None:
+                grad = param.grad.to(param.dtype)
+                self.release_gradients([param])
+                param.grad = grad
+
     @torch.no_grad()
     def unscale_gradients(self, params: Iterable[nn.Parameter], inverse_scale: Tensor | None = None) -> None:
         """Make every gradient fp32 and multiply it by ``inverse_scale`` (fp32 [], None for 1), in place of ``p.grad``.

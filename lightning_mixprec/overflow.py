@@ -8,6 +8,7 @@ What it leaves out: doing something about it. No hook is installed while all is 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,9 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _tensors(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name), f"{path}.{field.name}")
 
 
 @torch.no_grad()

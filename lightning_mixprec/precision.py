@@ -127,6 +127,9 @@ class MasterWeightPrecision(Precision):
         self._handles: list[Any] = []  # of hooks on parameters, in manual optimization
         self._schedulers: list[Any] = []  # that rest over skipped steps, in manual optimization
         self._in_backward = False
+        self._in_training_step = False
+        self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
+        self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
         self._advance_schedules = True
         self._skipped_optimizers: set[Optimizer] = set()  # in this batch
         self._batch: Any = None  # the last one, for a diagnosis
@@ -216,8 +219,16 @@ class MasterWeightPrecision(Precision):
         if not optimizers:
             return model, optimizers, lr_schedulers
         self._ledger = GradientLedger(
-            optimizers, self.scaler, self.master_weights, self._device, accumulate_in_fp32=not ddp
+            optimizers,
+            self.scaler,
+            self.master_weights,
+            self._device,
+            accumulate_in_fp32=not ddp,
+            keep_gradients=not module.automatic_optimization,
         )
+        self._decided = True
+        if self.scaler.max_consecutive_skips == 1:
+            self._trace = FirstNonFinite(module)
         self._buffers = BufferGuard(module)
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
@@ -227,14 +238,17 @@ class MasterWeightPrecision(Precision):
             if not self.scaler.is_identity:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
-                        for param in group["params"]:
+                        for param in filter(_trains, group["params"]):
                             hook = param.register_post_accumulate_grad_hook(self._refuse_unscaled_backward)
                             self._handles.append(hook)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
+        if self._module is not None and self._ledger is not None:
+            self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
+        self._hopeless = None
         self._ledger = self._buffers = self._batch = self._nonfinite_loss = None
         if self._trace is not None:
             self._trace.stop()
@@ -280,18 +294,30 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Autocast around `training_step`; in manual optimization also the beginning and the end of a batch."""
-        ledger, module = self._ledger, self._module
-        if self._buffers is not None and ledger is not None and not ledger.window_open:
+        """Autocast around `training_step`; the beginning of a batch, and in manual optimization its end."""
+        module = self._module
+        if module is None or self._ledger is None:
+            with self.forward_context():
+                yield
+            return
+        self._end_batch(module)  # of steps made outside of `training_step`
+        self.step_was_skipped, self._advance_schedules = False, True
+        self._skipped_optimizers.clear()
+        if self._partial:
+            self._ledger.put_true_gradients(module.named_parameters(), self._partial)
+            self._partial = {}
+        if self._buffers is not None and self._decided:
             self._buffers.remember()
+            self._decided = False
         if self._trace is not None:
             self._trace.clear()
-        manual = module is not None and not module.automatic_optimization
-        if manual:
-            self._begin_batch()
-        with self.forward_context():
-            yield
-        if manual and module is not None:
+        self._in_training_step = True
+        try:
+            with self.forward_context():
+                yield
+        finally:
+            self._in_training_step = False
+        if not module.automatic_optimization:
             self._end_batch(module)
 
     def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
@@ -319,8 +345,8 @@ class MasterWeightPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss; let gradients that this backward adds to be fp32."""
         assert self._ledger is not None
-        self._nonfinite_loss = ~torch.isfinite(tensor.detach()).all()
-        self._take_partial_gradients(module)
+        nonfinite = ~torch.isfinite(tensor.detach()).all()
+        self._nonfinite_loss = nonfinite if self._nonfinite_loss is None else self._nonfinite_loss | nonfinite
         self._ledger.before_backward()
         with self._no_autocast():
             return super().pre_backward(self.scaler.scale_loss(tensor), module)
@@ -359,8 +385,6 @@ class MasterWeightPrecision(Precision):
             output = super().optimizer_step(steppable, model=model, closure=closure, **kwargs)
             self.scaler.update(torch.zeros((), device=self._device))
             return output
-        if model.automatic_optimization:
-            self._begin_batch()
         result = closure()
         with self._no_autocast():
             output = self._step_or_skip(ledger, optimizer, model, result, kwargs)
@@ -397,42 +421,45 @@ class MasterWeightPrecision(Precision):
     def _skip(self, ledger: GradientLedger, optimizer: Optimizer, model: LightningModule) -> None:
         self.step_was_skipped = True
         self._skipped_optimizers.add(optimizer)
-        if self._is_hopeless():
-            raise NonFiniteGradientsError(
-                f"{self.consecutive_skips + 1} training batches in a row had non-finite gradients; "
-                + report(model, self.scaler, self._batch, self._trace, self._loss_is_finite())
-            )
+        skips = ledger.consecutive_skips[optimizer] + 1
+        loss_is_finite = self._nonfinite_loss is None or not bool(self._nonfinite_loss)
+        if skips >= self.scaler.max_consecutive_skips or (self.scaler.at_floor and not loss_is_finite):
+            # Written now, while the gradients are there; raised when the batch has been accounted for.
+            where = report(model, self.scaler, self._batch, self._trace, loss_is_finite)
+            self._hopeless = f"{skips} training batches in a row had non-finite gradients; {where}"
         ledger.skip(optimizer)
         if not self.count_skipped_steps:
             self._advance_schedules = False
             self._uncount_step(model)
 
-    def _begin_batch(self) -> None:
-        self.step_was_skipped, self._advance_schedules = False, True
-        self._skipped_optimizers.clear()
-
     def _end_batch(self, model: LightningModule) -> None:
         assert self._ledger is not None
+        skipped = bool(self._skipped_optimizers)
         stepped = self._ledger.end_batch()
         if stepped is None:
             return
-        if stepped:
-            if self._trace is not None:
-                self._trace.stop()
-                self._trace = None
-            return
-        if self._buffers is not None:
-            self._buffers.restore_()
+        self._decided, self._nonfinite_loss = True, None
+        if skipped and self._buffers is not None:
+            self._buffers.restore_(only_nonfinite=stepped)
+        hopeless, self._hopeless = self._hopeless, None
+        if hopeless is not None:
+            raise NonFiniteGradientsError(hopeless)
         # The next batch may be the last: have it watched, so that the error can name where it begins.
-        last_chance = self.consecutive_skips + 1 >= self.scaler.max_consecutive_skips
-        if self._trace is None and (last_chance or self.scaler.at_floor):
+        last_chance = max(self._ledger.consecutive_skips.values()) + 1 >= self.scaler.max_consecutive_skips
+        watch = skipped and (last_chance or self.scaler.at_floor)
+        if watch and self._trace is None:
             self._trace = FirstNonFinite(model)
+        elif not skipped and self._trace is not None:
+            self._trace.stop()
+            self._trace = None
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
         loop = model.trainer.fit_loop.epoch_loop
         automatic = loop.automatic_optimization.optim_progress.optimizer.step
         progress = automatic if model.automatic_optimization else loop.manual_optimization.optim_step_progress
+        if not model.automatic_optimization and not self._in_training_step:
+            return  # Lightning has not counted it
         for tracker in (progress.total, progress.current):
             tracker.ready -= 1
             tracker.completed -= 1  # Lightning adds one to it when this step returns
@@ -447,24 +474,6 @@ class MasterWeightPrecision(Precision):
                 "In manual optimization write `self.manual_backward(loss)`."
             )
 
-    def _take_partial_gradients(self, module: LightningModule) -> None:
-        partial, self._partial = self._partial, {}
-        for name, param in module.named_parameters():
-            if name in partial:
-                if partial[name].dtype != param.dtype:
-                    param.grad_dtype = None
-                param.grad = partial[name].to(param.device)
-
-    # When halving does not help
-
-    def _is_hopeless(self) -> bool:
-        """Whether this skip is one too many, or one that no scale can cure. Reads the device."""
-        too_many = self.consecutive_skips + 1 >= self.scaler.max_consecutive_skips
-        return too_many or (self.scaler.at_floor and not self._loss_is_finite())
-
-    def _loss_is_finite(self) -> bool:
-        return self._nonfinite_loss is None or not bool(self._nonfinite_loss)
-
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -474,8 +483,7 @@ class MasterWeightPrecision(Precision):
         if rounding:
             state["rounding"] = rounding
         if self._ledger is not None and self._ledger.window_open and self._module is not None:
-            named = self._module.named_parameters()
-            state["partial_gradients"] = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
+            state["partial_gradients"] = self._ledger.true_gradients(self._module.named_parameters())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -506,6 +514,10 @@ class MasterWeightPrecision(Precision):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r}, scaler={self.scaler!r}, masters={self.masters!r})"
+
+
+def _trains(param: nn.Parameter) -> bool:
+    return param.requires_grad
 
 
 def _set_backward_autocast(value: Any) -> Any:

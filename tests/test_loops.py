@@ -116,6 +116,28 @@ class Loops(TinyModule):
         one.step()
         two.step()
 
+    def loop_gan(self, one, two, batch, batch_idx):
+        """The second network's loss goes through the first and leaves gradients there."""
+        one.zero_grad()
+        self.manual_backward(self.loss(self.net, batch, batch_idx))
+        one.step()
+        two.zero_grad()
+        x, t, y = batch
+        self.manual_backward(F.mse_loss(self.net(self.other(x, t), t).float(), y))
+        two.step()
+
+    def loop_twice(self, one, two, batch, batch_idx):
+        """Two steps with the same gradients."""
+        one.zero_grad()
+        self.manual_backward(self.loss(self.net, batch, batch_idx))
+        one.step()
+        one.step()
+
+    def loop_never_cleared(self, one, two, batch, batch_idx):
+        """Gradients add up over the whole run; an overflow clears them."""
+        self.manual_backward(self.loss(self.net, batch, batch_idx))
+        one.step()
+
     def loop_mixed_rates(self, one, two, batch, batch_idx):
         """One steps in every batch and moves the scale; two accumulates over four."""
         one.zero_grad()
@@ -128,7 +150,7 @@ class Loops(TinyModule):
 
 
 KINDS = [name.removeprefix("loop_") for name in dir(Loops) if name.startswith("loop_")]
-TWO = {"two", "two_backwards_first", "toggled", "mixed_rates"}
+TWO = {"two", "two_backwards_first", "toggled", "mixed_rates", "gan"}
 
 
 def plain(kind: str, net: TinyNet, other: TinyNet, batches, bad, make_optimizer) -> None:
@@ -140,11 +162,13 @@ def plain(kind: str, net: TinyNet, other: TinyNet, batches, bad, make_optimizer)
         value = F.mse_loss(model(x, t), y)
         return value * math.inf if index in bad else value
 
-    def step(optimizer, model):
+    def step(optimizer, model, times=1, clear=True):
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        if all(bool(grad.isfinite().all()) for grad in grads):
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        for _ in range(times if finite else 0):
             optimizer.step()
-        optimizer.zero_grad()
+        if clear or not finite:
+            optimizer.zero_grad()
 
     for index in range(len(batches)):
         if kind == "accumulate":
@@ -157,7 +181,13 @@ def plain(kind: str, net: TinyNet, other: TinyNet, batches, bad, make_optimizer)
             nn.utils.clip_grad_norm_(net.parameters(), CLIP)
             if kind == "clip_then_more":
                 loss(net, index).backward()
-        step(one, net)
+        step(one, net, times=2 if kind == "twice" else 1, clear=kind != "never_cleared")
+        if kind == "gan":
+            x, t, y = batches[index]
+            F.mse_loss(net(other(x, t), t), y).backward()
+            step(two, other)
+            one.zero_grad()
+            continue
         if kind == "mixed_rates":
             (loss(other, index, ()) / 4).backward()
             if (index + 1) % 4 == 0:
@@ -191,7 +221,7 @@ def test_manual_loops_follow_plain_fp32(kind, precision, bad):
     torch.manual_seed(0)
     reference = Loops(kind, bad)
     plain(kind, reference.net, reference.other, make_batches(8), set(bad), sgd)
-    tolerance = {"fp32": 1e-6, "bf16": 4e-2, "fp16": 6e-3}[precision]
+    tolerance = {"fp32": 1e-6, "bf16": 4e-2, "fp16": 6e-3}[precision] * (3 if kind == "twice" else 1)
     for name, value in snapshot(module).items():
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=tolerance, atol=tolerance, msg=name)
 
@@ -199,6 +229,7 @@ def test_manual_loops_follow_plain_fp32(kind, precision, bad):
     skips = sum(any(i in bad for i in window) for window in windows)
     assert plugin.skipped_steps == skips
     both = 8 if kind in TWO - {"mixed_rates"} else 2 if kind == "mixed_rates" else 0
+    both += len(windows) - skips if kind == "twice" else 0
     assert trainer.global_step == len(windows) - skips + both  # Lightning counts every optimizer's updates
     if precision != "fp16":
         assert plugin.loss_scale == 1
@@ -339,7 +370,215 @@ def test_adaptive_weight_from_gradients_that_would_underflow():
     assert weights[0] == pytest.approx(weights[1], rel=0.05)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["shared", "clip_one_step_other"])
+def test_optimizers_that_share_parameters(kind, precision):
+    """Gradients are unscaled once, whichever optimizer is clipped or stepped first."""
+
+    def scenario(module, backward, clip, one, two, batch):
+        one.zero_grad(), two.zero_grad()
+        backward(F.mse_loss(module.net(*batch[:2]).float(), batch[2]))
+        if kind == "clip_one_step_other":
+            clip(one)
+        one.step() if kind == "shared" else None
+        two.step()
+
+    class Shared(Loops):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD(self.net.proj.parameters(), lr=0.1)]
+
+        def training_step(self, batch, _):
+            scenario(
+                self, self.manual_backward, lambda o: self.clip_gradients(o, CLIP, "norm"), *self.optimizers(), batch
+            )
+
+    torch.manual_seed(0)
+    module = Shared()
+    scaler = DynamicLossScaler.static(1024.0)
+    make_trainer(MasterWeightPrecision(precision, scaler=scaler)).fit(module, loader(make_batches(4)))
+    torch.manual_seed(0)
+    plain_module = Shared()
+    one, two = plain_module.configure_optimizers()
+    for batch in make_batches(4):
+        clip = lambda _: nn.utils.clip_grad_norm_(plain_module.net.parameters(), CLIP)  # noqa: E731
+        scenario(plain_module, lambda loss: loss.backward(), clip, one, two, batch)
+    tolerance = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 2e-3}[precision]
+    for name, value in snapshot(module).items():
+        torch.testing.assert_close(value, plain_module.state_dict()[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_assigned_by_hand_are_true_ones(precision):
+    class Assigns(Loops):
+        def loop_one(self, one, two, batch, batch_idx):
+            params = list(self.net.parameters())
+            loss = self.loss(self.net, batch, batch_idx)
+            grads = self.trainer.precision_plugin.scaled_grad(loss, params)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.to(param.dtype)
+            one.step()
+
+    torch.manual_seed(0)
+    module = Assigns("one", (), sgd)
+    make_trainer(MasterWeightPrecision(precision)).fit(module, loader(make_batches(4)))
+    torch.manual_seed(0)
+    reference = Loops("one")
+    plain("one", reference.net, reference.other, make_batches(4), set(), sgd)
+    tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 4e-3}[precision]
+    for name, value in snapshot(module).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_the_bare_optimizer_is_refused(masters):
+    """It would train in true half, past the masters."""
+
+    class Bare(Loops):
+        def loop_one(self, one, two, batch, batch_idx):
+            self.manual_backward(self.loss(self.net, batch, batch_idx))
+            self.optimizers(use_pl_optimizer=False)[0].step()
+
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called past Lightning"):
+        make_trainer(MasterWeightPrecision("bf16", masters=masters)).fit(Bare("one"), loader(make_batches(1)))
+
+
+def test_an_optimizer_that_never_steps_is_noticed_beside_a_healthy_one():
+    """A GAN whose one half only overflows must not end well."""
+    torch.manual_seed(0)
+    plugin = MasterWeightPrecision("bf16", scaler=DynamicLossScaler.static(1.0, max_consecutive_skips=10))
+    with pytest.raises(NonFiniteGradientsError, match="10 training batches in a row"):
+        make_trainer(plugin).fit(Loops("two", range(100)), loader(make_batches(40)))
+    assert plugin.skipped_steps == 10
+
+
+def test_schedules_at_the_end_of_an_epoch_advance_after_a_skipped_batch():
+    class Epochs(Loops):
+        def on_train_epoch_end(self):
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+
+    torch.manual_seed(0)
+    module = Epochs("one", (3,), sgd, lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
+    trainer = make_trainer(MasterWeightPrecision("bf16"), max_epochs=3)
+    trainer.fit(module, loader(make_batches(4)))
+    assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [3, 3]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "bf16-split", "bf16-split24"])
+@pytest.mark.parametrize("kind", ["gan", "mixed_rates", "clip_then_more", "clip"])
+def test_manual_loops_resume_bit_for_bit(kind, mode, tmp_path):
+    """With gradients that are pending, clipped or left over when the checkpoint is taken."""
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    class Rest(torch.utils.data.DataLoader):
+        """Goes on after three batches when a checkpoint is loaded."""
+
+        skip = 0
+
+        def __iter__(self):
+            return iter(make_batches(8)[self.skip :])
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            self.skip = 3
+
+    def train(ckpt_path=None):
+        torch.manual_seed(0)
+        compute, _, masters = mode.partition("-")
+        module = Loops(kind, (1, 5), sgd)
+        plugin = MasterWeightPrecision(compute, masters=masters or "fp32")
+        trainer = make_trainer(plugin, callbacks=[] if ckpt_path else [Saves()])
+        trainer.fit(module, Rest(make_batches(8), batch_size=None), ckpt_path=ckpt_path)
+        return snapshot(module)
+
+    assert_same(train(), train(tmp_path / "mid.ckpt"))
+
+
 # What a skipped step leaves behind
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "late", "replaced"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buffers_that_users_write_come_back(write, precision):
+    """A codebook or running mean of the user's own, however it is written."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.register_buffer("mean", torch.zeros(4))
+            self.calls = 0
+
+        def forward(self, x):
+            new = 0.9 * self.mean + 0.1 * x.float().mean(0)
+            if write == "in place" or (write == "late" and self.calls >= 2):
+                self.mean.copy_(new)
+            elif write == "data":
+                self.mean.data.copy_(new)
+            elif write == "replaced":
+                self.mean = new
+            self.calls += 1
+            return self.linear(x)
+
+    class Module(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Writes()
+
+        def training_step(self, batch, _):
+            return self.net(batch).float().pow(2).mean()
+
+    results = []
+    for bad in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        batches = [torch.randn(3, 4, generator=generator) for _ in range(6)]
+        data = [batch * math.inf if i == 3 else batch for i, batch in enumerate(batches) if bad or i != 3]
+        torch.manual_seed(0)
+        module = Module()
+        make_trainer(MasterWeightPrecision(precision)).fit(module, loader(data))
+        results.append(snapshot(module))
+    assert_same(*results)
+
+
+def test_buffers_of_a_skipped_optimizer_do_not_stay_poisoned_while_another_steps():
+    class Norms(Loops):
+        def __init__(self):
+            super().__init__("two", ())
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def loss(self, net, batch, batch_idx, bad=True):
+            return net(batch * math.inf if batch_idx == 2 and net is self.net else batch).float().pow(2).mean()
+
+    torch.manual_seed(0)
+    module = Norms()
+    make_trainer(MasterWeightPrecision("bf16")).fit(module, loader([torch.randn(4, 4) for _ in range(5)]))
+    assert all(bool(value.isfinite().all()) for value in module.state_dict().values())
+
+
+def test_buffers_are_finite_after_the_error():
+    class Norm(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def training_step(self, batch, _):
+            return self.net(batch).float().pow(2).mean()
+
+    torch.manual_seed(0)
+    module = Norm()
+    plugin = MasterWeightPrecision("bf16", scaler=DynamicLossScaler.static(1.0, max_consecutive_skips=3))
+    with pytest.raises(NonFiniteGradientsError, match="3 training batches"):
+        make_trainer(plugin).fit(module, loader([torch.full((4, 4), math.inf)] * 5))
+    assert all(bool(value.isfinite().all()) for value in module.state_dict().values())
+    assert (plugin.skipped_steps, plugin.consecutive_skips) == (3, 3)
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -522,6 +761,43 @@ def test_checkpoint_inside_a_window_keeps_its_gradients(precision, at, tmp_path)
     trainer.fit(resumed, Resumable(make_batches(8), batch_size=None), ckpt_path=tmp_path / "mid.ckpt")
     assert trainer.global_step == 2
     assert_same(snapshot(whole), snapshot(resumed))
+
+
+@pytest.mark.parametrize("after", ["bf16", "fp32", "fp16"])
+def test_gradients_of_a_window_are_taken_over_at_another_scale(after, tmp_path):
+    """A checkpoint at a scale of 2^15 inside a window, continued without a scale: no gradient 32768 times too large."""
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    class Rest(torch.utils.data.DataLoader):
+        skip = 0
+
+        def __iter__(self):
+            return iter(make_batches(8)[self.skip :])
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            self.skip = 3
+
+    weights = []
+    for precision, ckpt_path in (("fp16", None), (after, tmp_path / "mid.ckpt")):
+        torch.manual_seed(0)
+        module = TinyModule(lambda p: torch.optim.SGD(p, lr=0.1))
+        scaler = DynamicLossScaler(init_scale=512.0) if precision == "fp16" else None
+        trainer = make_trainer(
+            MasterWeightPrecision(precision, scaler=scaler),
+            accumulate_grad_batches=4,
+            callbacks=[] if ckpt_path else [Saves()],
+        )
+        trainer.fit(module, Rest(make_batches(8), batch_size=None), ckpt_path=ckpt_path)
+        weights.append(snapshot(module))
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=2e-2, atol=5e-3)
 
 
 # Lightning's own tools

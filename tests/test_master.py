@@ -54,6 +54,15 @@ def give_gradients(net: nn.Module, generator: torch.Generator, skip: str | None 
         param.grad = None if name == skip else torch.empty_like(param).copy_(grad)  # in the parameter's memory format
 
 
+def step_plain(plain: nn.Module, reference, generator: torch.Generator, skip: str | None = None) -> None:
+    """The same gradients, rounded as 16-bit parameters would have them, for an optimizer on fp32 parameters."""
+    for name, param in plain.named_parameters():
+        grad = torch.randn(param.shape, generator=generator) * 0.1
+        grad = grad if "wide" in name else grad.to(BF16).float()
+        param.grad = None if name == skip else torch.empty_like(param).copy_(grad)
+    reference.step()
+
+
 def train(
     rung: str, make_optimizer, steps: int, select=every_parameter, skip_at: int | None = None
 ) -> dict[str, Tensor]:
