@@ -54,7 +54,8 @@ def gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) 
             out.zero_()
         for view, grad in zip(bucket.views(out), grads, strict=True):
             view.copy_(grad)
-    out[bucket.used :].zero_()
+    if bucket.used < out.numel():
+        out[bucket.used :].zero_()
     if inverse_scale is not None and grads[0].dtype != torch.float32:
         out.mul_(inverse_scale)
     return out

@@ -28,7 +28,7 @@ from lightning_mixprec.master import MasterWeights, found_nonfinite
 from lightning_mixprec.storage import Masters
 
 Shapes: TypeAlias = Sequence[tuple[int, ...]]
-SIZES: dict[str, Shapes] = {"20 M in 60 tensors": [(577, 578)] * 60, "2 M in 2000 tensors": [(1000,)] * 2000}
+SIZES: dict[str, Shapes] = {"20 M in 60": [(577, 578)] * 60, "2 M in 2000": [(1000,)] * 2000}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
@@ -163,7 +163,7 @@ def main() -> None:
     table = Table(
         title=f"Time of a step, as a ratio to the bare optimizer ({device}, {torch.get_num_threads()} threads)"
     )
-    for heading in ("size", "optimizer", "bare, ms"):
+    for heading in ("tensors", "optimizer", "bare, ms"):
         table.add_column(heading, justify="right" if heading.endswith("ms") else "left", no_wrap=True)
     for rung in RUNGS:
         table.add_column(f'"{rung}"', justify="right")
