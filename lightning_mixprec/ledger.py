@@ -91,6 +91,10 @@ class GradientLedger:
                 self._found.pop(optimizer, None)
                 self._pending.discard(optimizer)
                 continue
+            found = self._found.get(optimizer)
+            if found is not None and self._keep_gradients:  # cleared to zeros, perhaps: a new window as well
+                norms = torch._foreach_norm([param.grad.float() for param in params if param.grad is not None])
+                self._found[optimizer] = found * (torch.stack(norms).sum() != 0)
             if not self.scaler.is_identity:  # true ones, kept, clipped or assigned, to which scaled ones are added
                 true = [param for param in params if param not in self._scaled]
                 multiply_gradients(true, self.scaler.scale)

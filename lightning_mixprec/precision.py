@@ -68,7 +68,7 @@ class MasterWeightPrecision(Precision):
     Pass it to the Trainer in place of ``precision=``. During ``fit`` the parameters of 16-bit layers are 16-bit
     tensors with fp32 masters behind them; ``state_dict``, checkpoints, the gradients that hooks see and the module
     after ``fit`` are fp32. Runs on one device and under DDP, in automatic and manual optimization, with any number of
-    optimizers.
+    optimizers. In automatic optimization gradients are dropped after the step, which saves their memory.
 
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``
@@ -177,6 +177,7 @@ class MasterWeightPrecision(Precision):
         trainer: Any = module.trainer
         refuse_strategy(trainer.strategy)
         fitting = trainer.state.fn == "fit"
+        self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
         refuse_averaging(trainer.callbacks, module)
@@ -198,9 +199,10 @@ class MasterWeightPrecision(Precision):
             self.master_weights = MasterWeights(module, self.plan.parameters, masters)
             if fitting:
                 swap_(module, BuildingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+            total = len(list(module.parameters()))
             rank_zero_info(
-                f"{type(self).__name__}: {len(self.master_weights)} of {len(list(module.parameters()))} parameter "
-                f"tensors are {self.policy.compute} with fp32 masters; print(trainer.precision_plugin.plan) lists them."
+                f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are "
+                f"{self.policy.compute}, masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
             )
         return module
 
@@ -446,10 +448,10 @@ class MasterWeightPrecision(Precision):
             raise NonFiniteGradientsError(hopeless)
         # The next batch may be the last: have it watched, so that the error can name where it begins.
         last_chance = max(self._ledger.consecutive_skips.values()) + 1 >= self.scaler.max_consecutive_skips
-        watch = skipped and (last_chance or self.scaler.at_floor)
+        watch = last_chance or (skipped and self.scaler.at_floor)
         if watch and self._trace is None:
             self._trace = FirstNonFinite(model)
-        elif not skipped and self._trace is not None:
+        elif not watch and self._trace is not None:
             self._trace.stop()
             self._trace = None
 
@@ -490,6 +492,9 @@ class MasterWeightPrecision(Precision):
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
         self.scaler.load_state_dict(state_dict)
         self._partial = dict(state_dict.get("partial_gradients", {}))
+        if self._ledger is not None:  # patience goes on where it was
+            for optimizer in self._ledger.optimizers:
+                self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
 

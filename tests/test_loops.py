@@ -280,6 +280,24 @@ def test_manual_schedules_rest_over_skips(kind):
     assert "step" not in one.state_dict()
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_cleared_to_zeros_are_forgotten(precision):
+    """`zero_grad(set_to_none=False)` after a bad batch that the user did not step: the next batch is a good one."""
+
+    class Zeros(Loops):
+        def loop_one(self, one, two, batch, batch_idx):
+            loss = self.loss(self.net, batch, batch_idx)
+            self.manual_backward(loss)
+            if bool(loss.isfinite()):
+                one.step()
+            one.zero_grad(set_to_none=False)
+
+    torch.manual_seed(0)
+    module, plugin = Zeros("one", (2,), sgd), MasterWeightPrecision(precision)
+    make_trainer(plugin).fit(module, loader(make_batches(5)))
+    assert (plugin.real_steps, plugin.skipped_steps) == (4, 0)
+
+
 @pytest.mark.parametrize("precision", ["fp16"])
 def test_plain_backward_under_a_loss_scale_is_an_error(precision):
     """T50: stock trains 1/scale too slowly."""
@@ -707,6 +725,37 @@ def test_the_error_names_the_first_nonfinite_tensor(fault, named):
     plugin = MasterWeightPrecision("bf16", scaler=DynamicLossScaler.static(1.0, max_consecutive_skips=5))
     with pytest.raises(NonFiniteGradientsError, match=rf"5 training batches.*First non-finite: {named}"):
         make_trainer(plugin).fit(module, loader(batches))
+
+
+def test_patience_goes_on_after_a_resume(tmp_path):
+    """Three skips, a checkpoint, and the run ends after two more of five."""
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / "bad.ckpt")
+
+    def train(count, **kwargs):
+        torch.manual_seed(0)
+        plugin = MasterWeightPrecision("bf16", scaler=DynamicLossScaler.static(1.0, max_consecutive_skips=5))
+        trainer = make_trainer(
+            plugin, max_epochs=2, **({} if kwargs else {"callbacks": Saves(), "limit_train_batches": 3})
+        )
+        trainer.fit(TinyModule(bad=range(20)), loader(make_batches(count)), **kwargs)
+
+    with pytest.raises(NonFiniteGradientsError):
+        train(20)
+    with pytest.raises(NonFiniteGradientsError, match="5 training batches in a row"):
+        train(20, ckpt_path=tmp_path / "bad.ckpt")
+
+
+def test_an_impatient_run_names_the_activation_at_the_first_skip():
+    torch.manual_seed(0)
+    module = TinyModule()
+    batch = module.net.conv_in.register_forward_hook
+    batch(lambda m, a, out: out * (1e30 * 1e30 if module.trainer.fit_loop.epoch_loop.batch_idx == 3 else 1))
+    plugin = MasterWeightPrecision("bf16", scaler=DynamicLossScaler.static(1.0, max_consecutive_skips=1))
+    with pytest.raises(NonFiniteGradientsError, match=r"1 training batches.*the output of 'net.conv_in'"):
+        make_trainer(plugin).fit(module, loader(make_batches(6)))
 
 
 def test_floor_with_a_nonfinite_forward_stops_at_once():
