@@ -71,6 +71,7 @@ class GradientLedger:
         self._accumulate_in_fp32 = accumulate_in_fp32
         self._keep_gradients = keep_gradients
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
+        self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
         self._pending: set[Optimizer] = set()  # gradients made by backward that no step has used or skipped
         self._scaled: set[nn.Parameter] = set()  # whose gradient carries the loss scale, if that is not 1 for ever
         self._stepped = self._skipped = False  # in this batch, any optimizer
@@ -107,6 +108,7 @@ class GradientLedger:
 
     def after_backward(self) -> None:
         """Note non-finite gradients, before anybody can hide them."""
+        self._known.clear()
         for optimizer in self.optimizers:
             params = _with_gradients(optimizer)
             if params:
@@ -130,13 +132,23 @@ class GradientLedger:
         return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """Whether any rank has noted a non-finite gradient of ``optimizer``. Waits for the device."""
-        found = self._found.get(optimizer)
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if several:
-            found = torch.zeros(1, dtype=torch.float32, device=self._device) if found is None else found
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found is not None and bool(found)
+        """Whether any rank has noted a non-finite gradient of ``optimizer``. Waits for the device.
+
+        One wait tells it for all optimizers whose gradients are there, as long as nobody writes to them.
+        """
+        known = self._known.pop(optimizer, None)
+        if known is not None and known[1] == _version(optimizer):
+            return known[0]
+        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
+        if self._keep_gradients:  # the user may have written to them since backward
+            for each in self.optimizers:
+                self.note(each)
+        flags = torch.cat([self._found.get(each, zero) for each in self.optimizers])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        found = dict(zip(self.optimizers, flags.tolist(), strict=True))
+        self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
+        return bool(found[optimizer])
 
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer) -> None:
@@ -153,8 +165,9 @@ class GradientLedger:
         """Step, with gradients that :meth:`unscale` has made true or that are still scaled."""
         inverse_scale = None
         if not self.scaler.is_identity:
-            if self._masters is not None and all(param in self._scaled for param in _with_gradients(optimizer)):
-                inverse_scale = self.scaler.inverse_scale()  # unscaled bucket by bucket
+            in_passing = self._masters is not None and not self._keep_gradients
+            if in_passing and all(param in self._scaled for param in _with_gradients(optimizer)):
+                inverse_scale = self.scaler.inverse_scale()  # bucket by bucket
             else:
                 self.unscale(optimizer)
         output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale)
@@ -224,8 +237,14 @@ class GradientLedger:
                     param.grad = None
             self._scaled.difference_update(params)
         self._found.pop(optimizer, None)
+        self._known.pop(optimizer, None)
         self._pending.discard(optimizer)
 
 
 def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+
+
+def _version(optimizer: Optimizer) -> int:
+    """A number that changes with every write to a gradient."""
+    return sum(id(param.grad) + param.grad._version for param in _with_gradients(optimizer) if param.grad is not None)

@@ -83,8 +83,6 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
 def user_code_sees_gradients(model: LightningModule) -> bool:
     """Whether a hook looks at the gradients of this step, or may have written to them since backward."""
     trainer: Any = model.trainer
-    if not model.automatic_optimization:
-        return True
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     if any(is_overridden(hook, model, parent=LightningModule) for hook in hooks):
         return True

@@ -941,7 +941,10 @@ def test_detect_anomaly_survives_an_overflow():
 @pytest.mark.parametrize(("kind", "allowed"), [("plain", 1), ("clip", 1), ("hooks", 2)], ids=["plain", "clip", "hooks"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_host_synchronisations_per_batch(precision, kind, allowed):
-    """Counted by dispatch: values read back from the device. One decision a batch; a second look after user hooks."""
+    """Counted by dispatch: values read back from the device. One decision a batch; a second look after user hooks.
+
+    With two optimizers and clipping one decision, too, unless the second backward comes after the first step.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Reads(TorchDispatchMode):
@@ -956,8 +959,31 @@ def test_host_synchronisations_per_batch(precision, kind, allowed):
         def on_before_optimizer_step(self, optimizer):
             pass
 
+    class Clipped(Loops):
+        def loop_two(self, one, two, batch, batch_idx):
+            for optimizer, net in ((one, self.net), (two, self.other)):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(net, batch, batch_idx))
+                self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+                optimizer.step()
+
+        def loop_two_backwards_first(self, one, two, batch, batch_idx):
+            one.zero_grad(), two.zero_grad()
+            self.manual_backward(self.loss(self.net, batch, batch_idx))
+            self.manual_backward(self.loss(self.other, batch, batch_idx))
+            for optimizer in (one, two):
+                self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+            one.step()
+            two.step()
+
+    def adamw(params):
+        return torch.optim.AdamW(params, lr=0.01, fused=True)
+
     torch.manual_seed(0)
-    module = (Hooked if kind == "hooks" else TinyModule)(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
+    manual = kind.startswith("two")
+    module = Clipped(kind, (), adamw) if manual else (Hooked if kind == "hooks" else TinyModule)(adamw)
+    if manual:
+        module.on_train_batch_end = lambda *_: None  # what the test's own module reads there
     counts = []
 
     class Count(L.Callback):
@@ -971,4 +997,4 @@ def test_host_synchronisations_per_batch(precision, kind, allowed):
         trainer.fit(module, loader(make_batches(6)))
     per_batch = [after - before for before, after in pairwise(counts)]
     # On a CPU, `equal` compares fingerprints of the weights, once a bucket, which is not done on other devices.
-    assert per_batch[-1] - 1 <= allowed, per_batch
+    assert per_batch[-1] - (2 if manual else 1) <= allowed, per_batch
