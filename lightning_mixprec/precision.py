@@ -68,7 +68,9 @@ class MasterWeightPrecision(Precision):
     Pass it to the Trainer in place of ``precision=``. During ``fit`` the parameters of 16-bit layers are 16-bit
     tensors with fp32 masters behind them; ``state_dict``, checkpoints, the gradients that hooks see and the module
     after ``fit`` are fp32. Runs on one device and under DDP, in automatic and manual optimization, with any number of
-    optimizers. In automatic optimization gradients are dropped after the step, which saves their memory.
+    optimizers. In automatic optimization gradients are dropped after the step, which saves their memory. As in stock
+    Lightning, the last, incomplete accumulation window of an epoch is divided by ``accumulate_grad_batches`` like the
+    others, so its update is smaller.
 
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``
