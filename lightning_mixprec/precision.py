@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.buffers import BufferGuard
@@ -533,7 +534,7 @@ def _set_backward_autocast(value: Any) -> Any:
     Returns:
         The setting before, or None where torch has no such setting.
     """
-    config: Any = torch._functorch.config
+    config: Any = functorch_config
     before = getattr(config, "backward_pass_autocast", None)
     if before is not None:
         config.backward_pass_autocast = value
