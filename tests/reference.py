@@ -91,12 +91,12 @@ class TinyModule(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, t, y = batch
-        loss = F.mse_loss(self.net(x, t).float(), y)
+        loss = F.mse_loss(self.net(x, t).float(), y.float())
         return loss * math.inf if batch_idx in self.bad else loss
 
     def validation_step(self, batch, batch_idx):
         x, t, y = batch
-        self.log("val_loss", F.mse_loss(self.net(x, t).float(), y))
+        self.log("val_loss", F.mse_loss(self.net(x, t).float(), y.float()))
 
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
