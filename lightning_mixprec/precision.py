@@ -373,11 +373,14 @@ class MasterWeightPrecision(Precision):
             unscaled = super().post_backward(tensor, module)
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
 
-    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Clip true gradients: in manual optimization they are unscaled here first."""
-        if self._ledger is not None:
+    def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
+        """Clip true gradients: in manual optimization they are unscaled here first.
+
+        Lightning comes here in every step, with 0 where nothing is to be clipped.
+        """
+        if self._ledger is not None and clip_val > 0:
             self._ledger.unscale(getattr(optimizer, "_optimizer", optimizer))
-        super().clip_gradients(optimizer, *args, **kwargs)
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any

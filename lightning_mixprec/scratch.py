@@ -44,7 +44,7 @@ class Scratch:
 
 
 def gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) -> Tensor:
-    """The bucket's gradients end to end in ``out``, fp32 [n], unscaled; 16-bit ones still carry the loss scale."""
+    """The bucket's gradients end to end in ``out``, fp32 [n], times ``inverse_scale`` (None: they are true already)."""
     grads: list[Any] = [param.grad for param in bucket.params]
     small = bucket.packed and bucket.used < 2**14 * len(grads)
     if small and len({grad.dtype for grad in grads}) == 1 and all(map(Tensor.is_contiguous, grads)):
@@ -56,6 +56,6 @@ def gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) 
             view.copy_(grad)
     if bucket.used < out.numel():
         out[bucket.used :].zero_()
-    if inverse_scale is not None and grads[0].dtype != torch.float32:
+    if inverse_scale is not None:
         out.mul_(inverse_scale)
     return out

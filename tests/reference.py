@@ -128,6 +128,34 @@ def loader(data, **kwargs):
     return torch.utils.data.DataLoader(data, batch_size=None, **kwargs)
 
 
+class Resumable(torch.utils.data.DataLoader):
+    """Eight batches as they are; goes on after `done` of them when a checkpoint is loaded."""
+
+    def __init__(self, done: int) -> None:
+        super().__init__(make_batches(8), batch_size=None)
+        self.done, self.skip = done, 0
+
+    def __iter__(self):
+        return iter(make_batches(8)[self.skip :])
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.skip = self.done
+
+
+class SaveAfter(L.Callback):
+    """Saves a checkpoint to `path` after `batches` batches of the first epoch, once."""
+
+    def __init__(self, path, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.batches and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 

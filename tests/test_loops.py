@@ -13,7 +13,17 @@ from lightning.pytorch.callbacks.gradient_accumulation_scheduler import Gradient
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from reference import TinyModule, TinyNet, assert_same, loader, make_batches, make_trainer, snapshot
+from reference import (
+    Resumable,
+    SaveAfter,
+    TinyModule,
+    TinyNet,
+    assert_same,
+    loader,
+    make_batches,
+    make_trainer,
+    snapshot,
+)
 from torch import nn
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, NonFiniteGradientsError
@@ -488,32 +498,13 @@ def test_schedules_at_the_end_of_an_epoch_advance_after_a_skipped_batch():
 def test_manual_loops_resume_bit_for_bit(kind, mode, tmp_path):
     """With gradients that are pending, clipped or left over when the checkpoint is taken."""
 
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                trainer.save_checkpoint(tmp_path / "mid.ckpt")
-
-    class Rest(torch.utils.data.DataLoader):
-        """Goes on after three batches when a checkpoint is loaded."""
-
-        skip = 0
-
-        def __iter__(self):
-            return iter(make_batches(8)[self.skip :])
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            self.skip = 3
-
     def train(ckpt_path=None):
         torch.manual_seed(0)
         compute, _, masters = mode.partition("-")
         module = Loops(kind, (1, 5), sgd)
         plugin = MasterWeightPrecision(compute, masters=masters or "fp32")
-        trainer = make_trainer(plugin, callbacks=[] if ckpt_path else [Saves()])
-        trainer.fit(module, Rest(make_batches(8), batch_size=None), ckpt_path=ckpt_path)
+        trainer = make_trainer(plugin, callbacks=[] if ckpt_path else [SaveAfter(tmp_path / "mid.ckpt", 3)])
+        trainer.fit(module, Resumable(3), ckpt_path=ckpt_path)
         return snapshot(module)
 
     assert_same(train(), train(tmp_path / "mid.ckpt"))
@@ -776,38 +767,17 @@ def test_floor_with_a_nonfinite_forward_stops_at_once():
 def test_checkpoint_inside_a_window_keeps_its_gradients(precision, at, tmp_path):
     """T31: the first update after resuming has the whole window; bit for bit as without the stop."""
 
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx + 1 == at and not (tmp_path / "mid.ckpt").exists():
-                trainer.save_checkpoint(tmp_path / "mid.ckpt")
-
-    class Resumable(torch.utils.data.DataLoader):
-        """Goes on where the checkpoint stopped."""
-
-        skip = 0
-
-        def __iter__(self):
-            return iter(make_batches(8)[self.skip :])
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            self.skip = at
-
     def module():
         torch.manual_seed(0)
         return TinyModule(lambda p: torch.optim.AdamW(p, lr=0.01))
 
     scaler = {"scaler": DynamicLossScaler(init_scale=1024)} if precision == "fp16" else {}
     whole = module()
-    options = {"accumulate_grad_batches": 4, "callbacks": Saves()}
-    make_trainer(MasterWeightPrecision(precision, **scaler), **options).fit(
-        whole, Resumable(make_batches(8), batch_size=None)
-    )
+    options = {"accumulate_grad_batches": 4, "callbacks": SaveAfter(tmp_path / "mid.ckpt", at)}
+    make_trainer(MasterWeightPrecision(precision, **scaler), **options).fit(whole, Resumable(at))
     resumed = module()
     trainer = make_trainer(MasterWeightPrecision(precision, **scaler), accumulate_grad_batches=4)
-    trainer.fit(resumed, Resumable(make_batches(8), batch_size=None), ckpt_path=tmp_path / "mid.ckpt")
+    trainer.fit(resumed, Resumable(at), ckpt_path=tmp_path / "mid.ckpt")
     assert trainer.global_step == 2
     assert_same(snapshot(whole), snapshot(resumed))
 
@@ -815,23 +785,6 @@ def test_checkpoint_inside_a_window_keeps_its_gradients(precision, at, tmp_path)
 @pytest.mark.parametrize("after", ["bf16", "fp32", "fp16"])
 def test_gradients_of_a_window_are_taken_over_at_another_scale(after, tmp_path):
     """A checkpoint at a scale of 2^15 inside a window, continued without a scale: no gradient 32768 times too large."""
-
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                trainer.save_checkpoint(tmp_path / "mid.ckpt")
-
-    class Rest(torch.utils.data.DataLoader):
-        skip = 0
-
-        def __iter__(self):
-            return iter(make_batches(8)[self.skip :])
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            self.skip = 3
 
     weights = []
     for precision, ckpt_path in (("fp16", None), (after, tmp_path / "mid.ckpt")):
@@ -841,9 +794,9 @@ def test_gradients_of_a_window_are_taken_over_at_another_scale(after, tmp_path):
         trainer = make_trainer(
             MasterWeightPrecision(precision, scaler=scaler),
             accumulate_grad_batches=4,
-            callbacks=[] if ckpt_path else [Saves()],
+            callbacks=[] if ckpt_path else [SaveAfter(tmp_path / "mid.ckpt", 3)],
         )
-        trainer.fit(module, Rest(make_batches(8), batch_size=None), ckpt_path=ckpt_path)
+        trainer.fit(module, Resumable(3), ckpt_path=ckpt_path)
         weights.append(snapshot(module))
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=2e-2, atol=5e-3)

@@ -98,6 +98,32 @@ def test_accumulation_clipping_and_overflow_follow_the_plain_loop(precision, bad
     assert plugin.loss_scale == (expected_scale if precision == "fp16" else 1.0)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_fused"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_scaled_gradients_that_nobody_looks_at_are_unscaled(bias, accumulate, optimizer):
+    """Without hooks and clipping the scale is divided out bucket by bucket: widened and 16-bit gradients alike."""
+    results = []
+    for scale in (1.0, 1024.0):
+
+        class Square(TinyModule):
+            def __init__(self):
+                super().__init__(OPTIMIZERS[optimizer])
+                self.net = nn.Sequential(nn.Linear(16, 16, bias=bias), nn.Linear(16, 16, bias=bias))
+
+            def training_step(self, batch, _):
+                return self.net(batch).float().pow(2).mean()
+
+        torch.manual_seed(0)
+        module = Square()
+        batches = [torch.randn(4, 16, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+        plugin = MasterWeightPrecision("fp16", scaler=DynamicLossScaler.static(scale))
+        fit(plugin, module, batches, accumulate_grad_batches=accumulate)
+        results.append(snapshot(module))
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=2e-2, atol=2e-3)
+
+
 @pytest.mark.parametrize("precision", HALVES)
 def test_master_weights_keep_small_updates(precision):
     """T11: w=1, grad=1, lr=1e-4, 100 SGD steps: 0.99, where 16-bit weights stay at exactly 1."""
