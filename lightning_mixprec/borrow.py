@@ -122,6 +122,13 @@ class Borrower:
         self.optimizer.__class__ = self._class
         self.optimizer.__dict__.pop("_mixprec_borrower", None)
 
+    def forget(self, buckets: Iterable[Bucket]) -> None:
+        """Follow parameters that have left these buckets; each keeps its state."""
+        for bucket in buckets:
+            if bucket in self._states:
+                self._states.pop(bucket).release()
+        self._layouts.clear()
+
     # The step
 
     @torch.no_grad()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mixprec.layers import ComputeLayer
@@ -83,3 +85,16 @@ def rest_over_skips(scheduler: Any, plugin: Any) -> Any:
 def advance_always(scheduler: Any) -> None:
     """Undo :func:`rest_over_skips`."""
     scheduler.__class__ = type(scheduler).__bases__[0]
+
+
+def rebuild_wrapper(strategy: Any) -> None:
+    """Let DDP see parameters whose dtype has changed: a new wrapper, whose buckets fit. All ranks must come here."""
+    wrapper = getattr(strategy, "model", None)
+    if not isinstance(strategy, DDPStrategy) or not isinstance(wrapper, DistributedDataParallel):
+        return
+    wrapper._remove_autograd_hooks()
+    for param in wrapper.module.parameters():
+        param.grad = None  # may be a view of the old buckets
+    strategy.model = strategy._setup_model(wrapper.module)
+    strategy._register_ddp_hooks()
+    strategy._pl_static_graph_delay_done = False

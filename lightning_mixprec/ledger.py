@@ -37,6 +37,8 @@ class GradientLedger:
 
     Attributes:
         consecutive_skips: Steps skipped in a row, by optimizer.
+        notice: Set it for something all ranks should hear of; it goes along with what they tell each other anyway.
+        noticed: Whether any rank has set it.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
@@ -66,6 +68,8 @@ class GradientLedger:
         self.optimizers = list(optimizers)
         self.scaler = scaler
         self.consecutive_skips: dict[Optimizer, int] = dict.fromkeys(optimizers, 0)
+        self.notice: bool | Tensor = False
+        self.noticed = False
         self._masters = masters
         self._device = device
         self._accumulate_in_fp32 = accumulate_in_fp32
@@ -143,12 +147,17 @@ class GradientLedger:
         if self._keep_gradients:  # the user may have written to them since backward
             for each in self.optimizers:
                 self.note(each)
-        flags = torch.cat([self._found.get(each, zero) for each in self.optimizers])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        found = dict(zip(self.optimizers, flags.tolist(), strict=True))
+        flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice])
+        *values, notice = _over_ranks(flags).tolist()
+        found = dict(zip(self.optimizers, values, strict=True))
+        self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
         return bool(found[optimizer])
+
+    def agreed(self, flag: Tensor | None) -> bool:
+        """Whether ``flag``, bool [], is true on any rank. Waits for the device; all ranks must ask."""
+        own = torch.zeros((), device=self._device) if flag is None else flag.float()
+        return bool(_over_ranks(own))
 
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer) -> None:
@@ -239,6 +248,12 @@ class GradientLedger:
         self._found.pop(optimizer, None)
         self._known.pop(optimizer, None)
         self._pending.discard(optimizer)
+
+
+def _over_ranks(flags: Tensor) -> Tensor:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return flags
 
 
 def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:

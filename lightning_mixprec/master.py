@@ -181,6 +181,27 @@ class MasterWeights:
             self._stand_in(param)
         self._allocate(new)
 
+    @torch.no_grad()
+    def make_fp32_(self, params: Iterable[nn.Parameter]) -> None:
+        """Turn 16-bit parameters into fp32 ones, equal to their values, which then have nothing behind them.
+
+        Between two steps only, without gradients. Optimizers keep them, and their state.
+        """
+        self.adopt_edits()
+        leaving = [param for param in params if param in self._stand_ins]
+        values = {param: self.peek(param).clone() for param in leaving}
+        buckets = {self._homes[param][0] for param in leaving if param in self._homes}
+        staying = [param for bucket in self.buckets if bucket in buckets for param in bucket.params]
+        for param in staying:
+            self._stand_ins[param].data = self.peek(param).clone()
+            del self._homes[param]
+        for param in leaving:
+            del self._stand_ins[param]
+            _make_fp32(param, values[param])
+        self._allocate([param for param in staying if param in self._stand_ins])
+        for borrower in self._borrowers.values():
+            borrower.forget(buckets)
+
     def _allocate(self, params: list[nn.Parameter]) -> None:
         """Fill buckets in order; a bucket has one dtype, one device, and a size that suits the device's cache."""
         queue: list[nn.Parameter] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
@@ -107,6 +107,11 @@ class PrecisionPlan(Mapping[str, torch.dtype]):
         self.parameters = parameters
         self._dtypes = {layer.name: layer.dtype for layer in layers}
 
+    @property
+    def fp32_modules(self) -> set[str]:
+        """Qualified names of all modules that compute in fp32."""
+        return {name for name, kind in self.kinds.items() if kind == "fp32"}
+
     def __getitem__(self, name: str) -> torch.dtype:
         return self._dtypes[name]
 
@@ -178,8 +183,12 @@ class PrecisionPolicy:
         """Torch dtype of ``compute``."""
         return COMPUTE_DTYPES[self.compute]
 
-    def resolve(self, model: nn.Module) -> PrecisionPlan:
+    def resolve(self, model: nn.Module, also_fp32: Collection[str] = ()) -> PrecisionPlan:
         """Apply the policy to ``model`` without changing it.
+
+        Args:
+            model: Any model.
+            also_fp32: Exact qualified names of modules that overflowed, and compute in fp32 as well.
 
         Raises:
             ValueError: If an entry matches nothing; the message shows near misses. If a layer that is to compute in
@@ -195,8 +204,11 @@ class PrecisionPolicy:
         matched: set[Entry] = set()
         decided: dict[str, tuple[Kind, str]] = {"": ("compute", "compute")}
         named: set[str] = set()  # modules that an entry or default names, rather than one above them
+        overflowed = {id(owned[name]) for name in also_fp32}
         for name, module in owned.items():
             decision = self._decide(name, module, matched)
+            if id(module) in overflowed:
+                decision = ("fp32", "fallback: overflowed")
             above = decided[name.rpartition(".")[0]]
             if decision is not None and not (decision[0] == "norm" and above[0] == "fp32"):
                 named.add(name)

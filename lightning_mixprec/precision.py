@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -32,13 +32,23 @@ from torch._functorch import config as functorch_config
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.buffers import BufferGuard
-from lightning_mixprec.guests import BuildingModule, Once, TrainingModule, advance_always, rest_over_skips
+from lightning_mixprec.diagnosis import Diagnosis
+from lightning_mixprec.fallback import LayerFallback
+from lightning_mixprec.guests import (
+    BuildingModule,
+    Once,
+    TrainingModule,
+    advance_always,
+    rebuild_wrapper,
+    rest_over_skips,
+)
 from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.overflow import FirstNonFinite
+from lightning_mixprec.overflow import Verdict
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.questions import (
+    announce_fallback,
     called_directly,
     refuse_averaging,
     refuse_optimizers,
@@ -46,6 +56,7 @@ from lightning_mixprec.questions import (
     report,
     user_code_sees_gradients,
 )
+from lightning_mixprec.replay import Replayer
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
 
@@ -82,8 +93,18 @@ class MasterWeightPrecision(Precision):
         masters: How the fp32 masters are stored, in bytes beside each 16-bit parameter: ``"fp32"`` 4, ``"split"`` 2
             (bf16 only; the same values bit for bit), ``"split24"`` 1 (bf16; 24 bits, rounded stochastically),
             ``"none"`` 0 (bf16; the parameter itself, rounded stochastically).
+        fallback: What happens to a layer that overflows however small the loss scale is, and would not in fp32.
+            ``"raise"``, the default: it is named in a warning, and in the error that ends the run if skipping does not
+            help; nobody's precision changes unasked. ``"auto"``: a
+            :class:`~lightning_mixprec.fallback.LayerFallback`, or one with your own bounds: the layer computes in
+            fp32 from then on, is listed in :attr:`fp32_layers` and in checkpoints.
         count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
             stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
+
+    Attributes:
+        plan: What the policy means for the module of this fit.
+        fp32_layers: Names of layers that ``fallback`` has moved to fp32 so far.
+        step_was_skipped: Whether the update of the last batch was.
 
     Raises:
         ValueError: If an argument has a value that is not among the choices.
@@ -102,6 +123,7 @@ class MasterWeightPrecision(Precision):
         scaler: DynamicLossScaler | None = None,
         masters: Masters = "fp32",
         *,
+        fallback: Literal["raise", "auto"] | LayerFallback = "raise",
         count_skipped_steps: bool = False,
     ) -> None:
         self.policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)
@@ -114,10 +136,14 @@ class MasterWeightPrecision(Precision):
                 f"masters={masters!r} is for bf16, which is the upper half of fp32, not for {self.policy.compute}. "
                 f"Use masters='fp32'."
             )
+        if not (fallback in ("raise", "auto") or isinstance(fallback, LayerFallback)):
+            raise ValueError(f"Unknown fallback={fallback!r}. Choose 'raise', 'auto' or a LayerFallback(...).")
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
         self.scaler = scaler
         self.masters = masters
+        self.fallback = LayerFallback() if fallback == "auto" else fallback
+        self.fp32_layers: list[str] = []
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
         self.plan: PrecisionPlan | None = None
@@ -137,7 +163,7 @@ class MasterWeightPrecision(Precision):
         self._skipped_optimizers: set[Optimizer] = set()  # in this batch
         self._batch: Any = None  # the last one, for a diagnosis
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
-        self._trace: FirstNonFinite | None = None
+        self._diagnosis: Diagnosis | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._compiled_backward: Any = None  # torch's setting, while ours is in place
         self._rounding: dict[str, Any] = {}
@@ -183,17 +209,18 @@ class MasterWeightPrecision(Precision):
         self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
+            self.fp32_layers = []
+            if isinstance(self.fallback, LayerFallback):
+                self.fallback.reset()
         refuse_averaging(trainer.callbacks, module)
-        self.plan = self.policy.resolve(module)
+        known = dict(module.named_modules())
+        self.fp32_layers = [layer for layer in self.fp32_layers if layer in known]
+        self.plan = self.policy.resolve(module, also_fp32=self.fp32_layers)
         self._module = module
         self._device = trainer.strategy.root_device
         if self.compute_dtype != torch.float32:
             # Modules first: what they refuse is refused before any weight has changed.
-            kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}
-            for name, layer in module.named_modules(remove_duplicate=False):
-                kind = kinds.get(self.plan.kinds.get(name, "compute"))
-                if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
-                    swap_(layer, kind, self._device.type, self.compute_dtype)
+            self._swap_layers(module, self.plan)
             for layer in called_directly(module):
                 swap_(layer, ComputeLayer, self._device.type, self.compute_dtype)
             self._compiled_backward = _set_backward_autocast("off")
@@ -209,6 +236,15 @@ class MasterWeightPrecision(Precision):
             )
         return module
 
+    def _swap_layers(self, module: nn.Module, plan: PrecisionPlan) -> None:
+        kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}
+        for name, layer in module.named_modules(remove_duplicate=False):
+            kind = kinds.get(plan.kinds.get(name, "compute"))
+            if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
+                if not isinstance(layer, kind):
+                    restore_(layer, below=False)
+                swap_(layer, kind, self._device.type, self.compute_dtype)
+
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
@@ -221,6 +257,7 @@ class MasterWeightPrecision(Precision):
         if self.master_weights is not None:
             # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
             self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
+        self._diagnosis = self._diagnose(module)
         if not optimizers:
             return model, optimizers, lr_schedulers
         self._ledger = GradientLedger(
@@ -232,8 +269,6 @@ class MasterWeightPrecision(Precision):
             keep_gradients=not module.automatic_optimization,
         )
         self._decided = True
-        if self.scaler.max_consecutive_skips == 1:
-            self._trace = FirstNonFinite(module)
         self._buffers = BufferGuard(module)
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
@@ -255,9 +290,9 @@ class MasterWeightPrecision(Precision):
         module, self._module = self._module, None
         self._hopeless = None
         self._ledger = self._buffers = self._batch = self._nonfinite_loss = None
-        if self._trace is not None:
-            self._trace.stop()
-            self._trace = None
+        if self._diagnosis is not None:
+            self._diagnosis.stop()
+            self._diagnosis = None
         for handle in self._handles:
             handle.remove()
         for scheduler in self._schedulers:
@@ -314,11 +349,12 @@ class MasterWeightPrecision(Precision):
         if self._buffers is not None and self._decided:
             self._buffers.remember()
             self._decided = False
-        if self._trace is not None:
-            self._trace.clear()
+        if self._diagnosis is not None and not self._ledger.window_open:
+            self._diagnosis.begin_batch()
+        assert self._diagnosis is not None
         self._in_training_step = True
         try:
-            with self.forward_context():
+            with self.forward_context(), self._diagnosis.checkup():
                 yield
         finally:
             self._in_training_step = False
@@ -408,6 +444,8 @@ class MasterWeightPrecision(Precision):
             self._advance_schedules = False
             self._uncount_step(model)
             return result
+        assert self._diagnosis is not None
+        ledger.notice = self._diagnosis.notice
         overflowed = ledger.overflowed(optimizer)
         if not overflowed:
             by_user = user_code_sees_gradients(model)
@@ -430,11 +468,14 @@ class MasterWeightPrecision(Precision):
         self.step_was_skipped = True
         self._skipped_optimizers.add(optimizer)
         skips = ledger.consecutive_skips[optimizer] + 1
-        loss_is_finite = self._nonfinite_loss is None or not bool(self._nonfinite_loss)
+        loss_is_finite = not ledger.agreed(self._nonfinite_loss)
+        diagnosis = self._diagnosis
+        assert diagnosis is not None
         if skips >= self.scaler.max_consecutive_skips or (self.scaler.at_floor and not loss_is_finite):
             # Written now, while the gradients are there; raised when the batch has been accounted for.
-            where = report(model, self.scaler, self._batch, self._trace, loss_is_finite)
+            where = report(model, self.scaler, self._batch, diagnosis.watch, loss_is_finite)
             self._hopeless = f"{skips} training batches in a row had non-finite gradients; {where}"
+        diagnosis.after_skip(loss_is_finite=loss_is_finite, skips=skips)
         ledger.skip(optimizer)
         if not self.count_skipped_steps:
             self._advance_schedules = False
@@ -452,14 +493,56 @@ class MasterWeightPrecision(Precision):
         hopeless, self._hopeless = self._hopeless, None
         if hopeless is not None:
             raise NonFiniteGradientsError(hopeless)
-        # The next batch may be the last: have it watched, so that the error can name where it begins.
-        last_chance = max(self._ledger.consecutive_skips.values()) + 1 >= self.scaler.max_consecutive_skips
-        watch = last_chance or (skipped and self.scaler.at_floor)
-        if watch and self._trace is None:
-            self._trace = FirstNonFinite(model)
-        elif not watch and self._trace is not None:
-            self._trace.stop()
-            self._trace = None
+        assert self._diagnosis is not None
+        verdicts = self._diagnosis.end_batch(skipped=skipped, noticed=self._ledger.noticed)
+        self._ledger.noticed = False
+        if verdicts:
+            self._answer(model, verdicts)
+
+    # Layers that overflow
+
+    def _diagnose(self, module: LightningModule) -> Diagnosis:
+        assert self.plan is not None
+        repair = isinstance(self.fallback, LayerFallback)
+        value_of = self.master_weights.read if self.master_weights is not None else None
+        replayer = Replayer(self._device.type, self.compute_dtype, value_of)
+        diagnosis = Diagnosis(
+            module, self.scaler, self._device, replayer, in_fp32=self.plan.fp32_modules, repair=repair
+        )
+        names = {each: name.removesuffix("._orig_mod") for name, each in module.named_modules()}
+        diagnosis.guard((names[each], module.get_submodule(names[each])) for each in called_directly(module))
+        return diagnosis
+
+    def _answer(self, model: LightningModule, verdicts: list[Verdict]) -> None:
+        """A layer has overflowed, and all ranks know: name it, or move it to fp32."""
+        assert self._diagnosis is not None
+        if not isinstance(self.fallback, LayerFallback):
+            for verdict in verdicts:
+                self._diagnosis.warn(verdict, "in a training step")
+            return
+        due = self.fallback.strike(verdict.layer for verdict in verdicts if verdict.layer not in self.fp32_layers)
+        if due:
+            layers = [*self.fp32_layers, *due]
+            self.fallback.check(layers, self._share(model, layers))
+            self._move_to_fp32(model, layers)
+            announce_fallback(model.trainer, [v for v in verdicts if v.layer in due], len(layers))
+
+    def _share(self, model: LightningModule, layers: Sequence[str]) -> float:
+        """Share of the parameters that would be 16-bit without ``layers`` in fp32."""
+        without, within = self.policy.resolve(model).parameters, self.policy.resolve(model, layers).parameters
+        sizes = {name: param.numel() for name, param in model.named_parameters()}
+        return sum(sizes[name] for name in sizes if without[name] != within[name]) / max(sum(sizes.values()), 1)
+
+    def _move_to_fp32(self, model: LightningModule, layers: list[str]) -> None:
+        """Have ``layers`` compute in fp32 from here on. Between two steps only: no graph may be alive."""
+        masters, diagnosis = self.master_weights, self._diagnosis
+        assert masters is not None
+        assert diagnosis is not None
+        self.plan, self.fp32_layers = self.policy.resolve(model, also_fp32=layers), layers
+        self._swap_layers(model, self.plan)
+        masters.make_fp32_(p for n, p in model.named_parameters() if self.plan.parameters[n] == torch.float32)
+        diagnosis.in_fp32 = self.plan.fp32_modules
+        rebuild_wrapper(model.trainer.strategy)
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
@@ -490,6 +573,8 @@ class MasterWeightPrecision(Precision):
         rounding = self.master_weights.state_dict() if self.master_weights is not None else self._rounding
         if rounding:
             state["rounding"] = rounding
+        if self.fp32_layers:
+            state["fp32_layers"] = list(self.fp32_layers)
         if self._ledger is not None and self._ledger.window_open and self._module is not None:
             state["partial_gradients"] = self._ledger.true_gradients(self._module.named_parameters())
         return state
@@ -503,6 +588,11 @@ class MasterWeightPrecision(Precision):
                 self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
+        if self._module is not None and self.master_weights is not None:
+            known = dict(self._module.named_modules())
+            layers = [layer for layer in state_dict.get("fp32_layers", []) if layer in known]
+            if layers:
+                self._move_to_fp32(self._module, layers)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -22,11 +23,12 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_mixprec.overflow import FirstNonFinite, first_nonfinite
+from lightning_mixprec.overflow import Verdict, Watch, first_nonfinite
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ def report(
     model: LightningModule,
     scaler: DynamicLossScaler,
     batch: Any,
-    trace: FirstNonFinite | None,
+    watch: Watch | None,
     loss_is_finite: bool,
 ) -> str:
     """Where a run stands that skipping does not help: step, scale, the first non-finite tensor, what to try."""
@@ -110,8 +112,20 @@ def report(
     return (
         f"the last is batch {loop.batch_idx} of epoch {model.trainer.current_epoch}, after {int(scaler.real_steps)} "
         f"real steps. The loss {loss}. The loss scale is {float(scaler.scale):g}, it started at {scaler.init_scale:g}. "
-        f"First non-finite: {first_nonfinite(model, batch, trace)}. {len(bad)} parameters have a non-finite gradient"
+        f"First non-finite: {first_nonfinite(model, batch, watch)}. {len(bad)} parameters have a non-finite gradient"
         f"{': ' if bad else ''}{', '.join(bad[:3])}. Weights are those of the last good step. Look at the data of this "
         "batch; try bf16; keep the layer in fp32 with PrecisionPolicy(fp32=[...]); lower the learning rate. "
         "DynamicLossScaler(max_consecutive_skips=...) sets the patience."
     )
+
+
+def announce_fallback(trainer: Any, verdicts: Sequence[Verdict], count: int) -> None:
+    """Say which layers compute in fp32 from here on: a line each in the log, text and a scalar to the loggers."""
+    lines = [f"{verdict}. From here on it computes in fp32." for verdict in verdicts]
+    for line in lines:
+        rank_zero_warn(line)
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for logger in trainer.loggers:
+        logger.log_metrics({"mixprec/fp32_layers": float(count)}, step=step)
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text("mixprec/fallback", "\n\n".join(lines), step)

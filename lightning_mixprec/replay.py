@@ -1,0 +1,214 @@
+"""One call of one module, made again: in the precision it has, or in fp32.
+
+Why it exists: that a value is not finite says nothing about its cause. Whether *this* layer lost it to its precision
+shows when the same call on the same inputs is finite in fp32, and in no other way.
+
+What it leaves out: which calls are worth the time (:mod:`lightning_mixprec.overflow`). A replay leaves no trace: copies of
+buffers are written, random numbers are given back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_mixprec.layers import Fp32Layer, compute_context, restore_, swap_
+
+
+class ReplayError(RuntimeError):
+    """The call cannot be made again on one rank alone, or at all.
+
+    Example:
+        >>> issubclass(ReplayError, RuntimeError)
+        True
+    """
+
+
+class Replayer:
+    """Makes calls of a model's modules again, in 16 bits as they were or in fp32.
+
+    Args:
+        device_type: Type of the model's device, such as ``"cuda"``.
+        compute: Compute dtype of the model.
+        value_of: The fp32 value of a parameter, in its shape; by default the parameter, widened. A weight beyond the
+            range of its 16-bit dtype is known there alone.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False).half()
+        >>> _ = layer.weight.data.fill_(300)
+        >>> replayer = Replayer("cpu", torch.float16)
+        >>> replayer.outputs(layer, [torch.full((1, 1), 300.0)], {}, fp32=True)
+        tensor([[90000.]], grad_fn=<MmBackward0>)
+        >>> replayer.gradients(layer, [torch.ones(1, 1)], {}, [torch.full((1, 1), 40000.0)], fp32=True)
+        [tensor([[40000.]])]
+    """
+
+    def __init__(
+        self, device_type: str, compute: torch.dtype, value_of: Callable[[nn.Parameter], Tensor] | None = None
+    ) -> None:
+        self.compute = compute
+        self._device_type = device_type
+        self._value_of = value_of or _widened
+
+    def outputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, fp32: bool) -> Any:
+        """What ``module(*args, **kwargs)`` returns; gradients through it reach the module's own parameters.
+
+        Args:
+            module: A module of the model.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            fp32: Run the module, and everything below it, as fp32 layers.
+
+        Raises:
+            ReplayError: If the module synchronises over ranks, or fails when called this way.
+        """
+
+        def weight(param: nn.Parameter) -> Tensor:
+            through: Tensor = _Through.apply(param, self._value_of(param))
+            return through
+
+        return self._call(module, args, kwargs, weight if fp32 else _as_it_is, fp32=fp32)
+
+    def gradients(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        grad_outputs: Sequence[Tensor | None],
+        *,
+        fp32: bool,
+    ) -> list[Tensor]:
+        """Gradients of one call by its inputs and by the module's parameters.
+
+        Args:
+            module: A module of the model.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            grad_outputs: Gradient by each floating-point tensor of the output, in order; None where there is none.
+            fp32: Run the module, and everything below it, as fp32 layers.
+
+        Raises:
+            ReplayError: As for :meth:`outputs`.
+        """
+        leaves: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            fresh = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if tensor.requires_grad:
+                leaves.append(fresh)
+            return fresh
+
+        def weight(param: nn.Parameter) -> Tensor:
+            fresh = (self._value_of(param) if fp32 else param).detach().clone()
+            if param.requires_grad:
+                leaves.append(fresh.requires_grad_())
+            return fresh
+
+        with torch.enable_grad():
+            fresh_args, fresh_kwargs = _replace(args, leaf), _replace(kwargs, leaf)
+            output = self._call(module, fresh_args, fresh_kwargs, weight, fp32=fp32)
+            floats = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
+            pairs = [
+                (tensor, grad.to(tensor.dtype))
+                for tensor, grad in zip(floats, grad_outputs, strict=False)
+                if grad is not None and tensor.requires_grad
+            ]
+            if not pairs or not leaves:
+                return []
+            outputs, grads = zip(*pairs, strict=True)
+            with torch.autocast(self._device_type, enabled=False):
+                found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+        return [grad for grad in found if grad is not None]
+
+    def _call(
+        self, module: nn.Module, args: Any, kwargs: Any, weight: Callable[[nn.Parameter], Tensor], *, fp32: bool
+    ) -> Any:
+        if any(isinstance(each, nn.SyncBatchNorm) and each.training for each in module.modules()):
+            raise ReplayError("SyncBatchNorm would wait for the other ranks")
+        held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
+        held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+        devices = [torch.cuda.current_device()] if self._device_type == "cuda" else []
+        layers = _as_fp32_layers(module, self._device_type, self.compute) if fp32 else nullcontext()
+        with torch.random.fork_rng(devices=devices), compute_context(self._device_type, self.compute), layers:
+            try:
+                return functional_call(module, held, tuple(args), dict(kwargs))
+            except Exception as error:  # whatever it is: a diagnosis must not end a run
+                raise ReplayError(f"{type(module).__name__} cannot be called again: {error}") from error
+
+
+class _Through(torch.autograd.Function):
+    """A parameter's fp32 value, through which gradients reach the 16-bit parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, value: Tensor) -> Tensor:
+        ctx.dtype = param.dtype
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in containers and dataclasses, with where it stands.
+
+    Example:
+        >>> [path for path, _ in tensors_in({"x": torch.ones(1), "more": [torch.ones(1)]})]
+        ["['x']", "['more'][0]"]
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), f"{path}.{field.name}")
+
+
+def _as_it_is(param: nn.Parameter) -> Tensor:
+    return param
+
+
+def _widened(param: nn.Parameter) -> Tensor:
+    return param.float() if param.dtype in (torch.float16, torch.bfloat16) else param
+
+
+def _replace(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every floating-point tensor exchanged, in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return make(value) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replace(item, make) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replace(item, make) for item in value)
+    if isinstance(value, dict):
+        return {key: _replace(item, make) for key, item in value.items()}
+    return value
+
+
+@contextmanager
+def _as_fp32_layers(module: nn.Module, device_type: str, compute: torch.dtype) -> Iterator[None]:
+    """Let ``module`` and everything below it be what a policy with that module in ``fp32`` would make of them."""
+    found = [(each, each.__class__, each.__dict__.get("_mixprec")) for each in module.modules()]
+    try:
+        restore_(module)
+        for each, _, _ in found:
+            if type(each).forward is not nn.Module.forward:
+                swap_(each, Fp32Layer, device_type, compute)
+        yield
+    finally:
+        for each, kind, mixprec in found:
+            each.__class__ = kind
+            each.__dict__.pop("_mixprec", None)
+            if mixprec is not None:
+                each.__dict__["_mixprec"] = mixprec
