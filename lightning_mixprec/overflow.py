@@ -4,8 +4,8 @@ Why it exists: "the loss is NaN" costs days. A batch's input, a parameter, an ac
 is not finite, and the module that made it is known while it runs. Whether fp32 would help that module is tried at once,
 by making the same call again (:mod:`lightning_mixprec.replay`).
 
-What it leaves out: when to look and what to do about it (:mod:`lightning_mixprec.diagnosis`). While all is well there is
-no hook.
+What it leaves out: when to look and what to do about it (:mod:`lightning_mixprec.diagnosis`). No hook is there
+while all is well.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Why it exists: that a value is not finite says nothing about its cause. Whether *this* layer lost it to its precision
 shows when the same call on the same inputs is finite in fp32, and in no other way.
 
-What it leaves out: which calls are worth the time (:mod:`lightning_mixprec.overflow`). A replay leaves no trace: copies of
-buffers are written, random numbers are given back.
+What it leaves out: which calls are worth the time (:mod:`lightning_mixprec.overflow`). A replay leaves no trace: it
+writes to copies of buffers and gives random numbers back.
 """
 
 from __future__ import annotations
