@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -199,7 +200,7 @@ class Diagnosis:
         finally:
             watch.stop()
         known = {verdict.layer for verdict in self._elsewhere}
-        self._elsewhere += [verdict for verdict in watch.verdicts if verdict.layer not in known]
+        self._elsewhere += [replace(v, training=False) for v in watch.verdicts if v.layer not in known]
         for verdict in watch.verdicts:
             self.warn(verdict, "outside of a training step")
         return better if watch.verdicts and self._repair else None

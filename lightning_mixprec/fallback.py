@@ -65,13 +65,17 @@ class LayerFallback:
                 due.append(layer)
         return due
 
+    def allows(self, layers: Collection[str], share: float) -> bool:
+        """Whether ``layers``, with this share of the model's parameters, may be in fp32."""
+        return len(layers) <= self.max_layers and share <= self.max_share
+
     def check(self, layers: Collection[str], share: float) -> None:
-        """Refuse to have ``layers``, with this share of the model's parameters, in fp32.
+        """Refuse to have more than :meth:`allows` in fp32.
 
         Raises:
             FallbackLimitError: Names the layers and the argument that sets the bound.
         """
-        if len(layers) <= self.max_layers and share <= self.max_share:
+        if self.allows(layers, share):
             return
         raise FallbackLimitError(
             f"These layers overflow and would have to compute in fp32: {', '.join(layers)}. They are {len(layers)} "

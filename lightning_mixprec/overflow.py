@@ -35,6 +35,7 @@ class Verdict:
         largest_input: Largest magnitude that entered: of the inputs, or of the gradients by the outputs at scale 1.
         largest: Largest magnitude of the result in fp32.
         silent: Whether the 16-bit result was finite but wrong.
+        training: Whether it happened in a training step.
         headroom: Factors of two between the largest output and the largest number of ``dtype``, of the modules that
             ran just before and after, by name.
 
@@ -50,6 +51,7 @@ class Verdict:
     largest_input: float
     largest: float
     silent: bool = False
+    training: bool = True
     headroom: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -254,7 +256,7 @@ class Watch:
         if self._last is not None and not _is_within(self._last[0], name):
             beside = {self._last[0]: _bits(float(self._last[1]), self._compute)}
         kind = type(module).__name__
-        verdict = Verdict(name, kind, "forward", self._compute, size, float(largest(better)), silent, beside)
+        verdict = Verdict(name, kind, "forward", self._compute, size, float(largest(better)), silent, headroom=beside)
         self._neighbour = verdict
         self._blame(verdict)
 

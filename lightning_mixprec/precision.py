@@ -523,7 +523,10 @@ class MasterWeightPrecision(Precision):
         due = self.fallback.strike(verdict.layer for verdict in verdicts if verdict.layer not in self.fp32_layers)
         if due:
             layers = [*self.fp32_layers, *due]
-            self.fallback.check(layers, self._share(model, layers))
+            share = self._share(model, layers)
+            if not any(verdict.training for verdict in verdicts) and not self.fallback.allows(layers, share):
+                return  # named already, and repaired in every call; training goes well
+            self.fallback.check(layers, share)
             self._move_to_fp32(model, layers)
             announce_fallback(model.trainer, [v for v in verdicts if v.layer in due], len(layers))
 
