@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from launch import launch
+from lightning.pytorch.strategies import DDPStrategy
+from planted import Attention, Planted, batch
 from reference import TinyModule, TinyNet, loader, make_batches, make_trainer, reference_train
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
+STRATEGIES = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "bucket_views": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
+}
 SCENARIOS = {"plain": (6, 0), "accumulate": (3, 0), "overflow": (2, 1)}  # real steps and skips of 6 batches a rank
 
 
@@ -75,6 +82,38 @@ def train(precision: str, scenario: str) -> dict:
     return {"start": start, "weights": module.net.state_dict(), "average": ema.averages, "counts": counts}
 
 
+class OnRank1(Attention):
+    """Overflows on rank 1 alone, in training or (`evaluation`) outside of it alone."""
+
+    evaluation = False
+
+    @property
+    def gain(self):
+        return 1e6 if torch.distributed.get_rank() == 1 and self.training != self.evaluation else 1.0
+
+
+class OnRank1Evaluating(OnRank1):
+    evaluation = True
+
+
+class Ranked(Planted):
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).float().mean(), sync_dist=True)
+
+
+def train_fallback(evaluation: bool, **options) -> dict:
+    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=256), fallback="auto")
+    trainer = make_trainer(plugin, devices=2, max_epochs=3, use_distributed_sampler=False, **options)
+    module = Ranked(OnRank1Evaluating if evaluation else OnRank1)
+    x, y = batch()
+    rank = trainer.global_rank
+    trainer.fit(module, loader([(x + rank, y)] * 6), loader([(x, y)]))
+    counts = (plugin.loss_scale, plugin.real_steps, plugin.skipped_steps, trainer.global_step)
+    dtypes = [layer.dtype for layer in plugin.plan.layers]
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return {"weights": weights, "counts": counts, "layers": plugin.fp32_layers, "dtypes": dtypes}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
@@ -121,8 +160,23 @@ def test_manual_optimizers_agree_over_ranks(precision, masters, ranks):
         assert torch.equal(value, two["weights"][name]), name
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_fault_on_one_rank_moves_the_layer_on_all(strategy, evaluation, ranks):
+    one, two = (rank["fallback", strategy, evaluation] for rank in ranks)
+    assert one["layers"] == two["layers"] == ["net.blocks.5"]
+    assert one["counts"] == two["counts"]
+    assert one["counts"][1:3] == ((18, 0) if evaluation else (17, 1))
+    assert one["dtypes"] == two["dtypes"]
+    for name, value in one["weights"].items():
+        assert torch.equal(value, two["weights"][name]), name
+
+
 if __name__ == "__main__":
     results = {(precision, scenario): train(precision, scenario) for precision in PRECISIONS for scenario in SCENARIOS}
     for mode in (("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "split"), ("bf16", "split24")):
         results["manual", *mode] = train_manual(*mode)
+    for name, kwargs in STRATEGIES.items():
+        for evaluation in (False, True):
+            results["fallback", name, evaluation] = train_fallback(evaluation, strategy=DDPStrategy(**kwargs))
     torch.save(results, Path(sys.argv[1]) / f"rank{torch.distributed.get_rank()}.pt")
