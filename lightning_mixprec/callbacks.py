@@ -191,9 +191,9 @@ class PrecisionMonitor(Callback):
     """Logs the vital signs of a low-precision run, to whatever logger the Trainer has, every ``log_every_n_steps``.
 
     Scalars: ``mixprec/loss_scale`` (the scale used for that step), ``mixprec/skipped`` (1 if the step was skipped),
-    ``mixprec/skipped_total``, ``mixprec/consecutive_skips``, ``mixprec/real_steps`` and ``mixprec/grad_norm`` (2-norm
-    over all parameters of the last optimizer, unscaled, before clipping, steps that happened only). Steps that are not
-    logged cost nothing.
+    ``mixprec/skipped_total``, ``mixprec/consecutive_skips``, ``mixprec/real_steps``, ``mixprec/fp32_layers`` (how many
+    layers the fallback has moved) and ``mixprec/grad_norm`` (2-norm over all parameters of the last optimizer,
+    unscaled, before clipping, steps that happened only). Steps that are not logged cost nothing.
 
     Example:
         >>> import lightning as L
@@ -235,6 +235,7 @@ class PrecisionMonitor(Callback):
             "skipped_total": plugin.skipped_steps,
             "consecutive_skips": plugin.consecutive_skips,
             "real_steps": plugin.real_steps,
+            "fp32_layers": len(plugin.fp32_layers),
             "grad_norm": self._grad_norm,
         }
         # Straight to the loggers: `self.log` would repeat the last norm for a step that has none.

@@ -28,10 +28,10 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.buffers import BufferGuard
+from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.diagnosis import Diagnosis
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.guests import (
@@ -42,7 +42,7 @@ from lightning_mixprec.guests import (
     rebuild_wrapper,
     rest_over_skips,
 )
-from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, compute_context, restore_, swap_
+from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.overflow import Verdict
@@ -102,8 +102,6 @@ class MasterWeightPrecision(Precision):
             stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
 
     Attributes:
-        plan: What the policy means for the module of this fit.
-        fp32_layers: Names of layers that ``fallback`` has moved to fp32 so far.
         step_was_skipped: Whether the update of the last batch was.
 
     Raises:
@@ -143,11 +141,8 @@ class MasterWeightPrecision(Precision):
         self.scaler = scaler
         self.masters = masters
         self.fallback = LayerFallback() if fallback == "auto" else fallback
-        self.fp32_layers: list[str] = []
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
-        self.plan: PrecisionPlan | None = None
-        self.master_weights: MasterWeights | None = None
         self.step_was_skipped = False
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
@@ -165,7 +160,8 @@ class MasterWeightPrecision(Precision):
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
         self._diagnosis: Diagnosis | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
-        self._compiled_backward: Any = None  # torch's setting, while ours is in place
+        self._conversion: Conversion | None = None
+        self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
 
     # Public state, exact after every training batch
@@ -195,6 +191,21 @@ class MasterWeightPrecision(Precision):
         """Batches whose update was taken so far. Reads the device."""
         return int(self.scaler.real_steps)
 
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """What the policy means for the module: which layer computes in which dtype, and why. Stays after fit."""
+        return self._conversion.plan if self._conversion is not None else None
+
+    @property
+    def fp32_layers(self) -> list[str]:
+        """Qualified names of layers that :attr:`fallback` has moved to fp32 so far."""
+        return list(self._conversion.fp32_layers if self._conversion is not None else self._fp32_layers)
+
+    @property
+    def master_weights(self) -> MasterWeights | None:
+        """The fp32 masters; None before and after fit, and where everything is fp32."""
+        return self._conversion.masters if self._module is not None and self._conversion is not None else None
+
     # Setting up and leaving
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -209,41 +220,26 @@ class MasterWeightPrecision(Precision):
         self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
-            self.fp32_layers = []
+            self._fp32_layers = []
             if isinstance(self.fallback, LayerFallback):
                 self.fallback.reset()
         refuse_averaging(trainer.callbacks, module)
-        known = dict(module.named_modules())
-        self.fp32_layers = [layer for layer in self.fp32_layers if layer in known]
-        self.plan = self.policy.resolve(module, also_fp32=self.fp32_layers)
         self._module = module
         self._device = trainer.strategy.root_device
-        if self.compute_dtype != torch.float32:
-            # Modules first: what they refuse is refused before any weight has changed.
-            self._swap_layers(module, self.plan)
-            for layer in called_directly(module):
-                swap_(layer, ComputeLayer, self._device.type, self.compute_dtype)
-            self._compiled_backward = _set_backward_autocast("off")
-            # Outside of fit nothing is updated, and rungs that would round are not needed.
-            masters = self.masters if fitting else "fp32"
-            self.master_weights = MasterWeights(module, self.plan.parameters, masters)
+        # Outside of fit nothing is updated, and rungs that would round are not needed.
+        masters: Masters = self.masters if fitting else "fp32"
+        entrances = called_directly(module)
+        device_type = self._device.type
+        self._conversion = Conversion(module, self.policy, self._fp32_layers, device_type, masters, entrances)
+        if self.master_weights is not None:
             if fitting:
-                swap_(module, BuildingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+                swap_(module, BuildingModule, device_type, self.compute_dtype, wraps_forward=False)
             total = len(list(module.parameters()))
             rank_zero_info(
                 f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are "
                 f"{self.policy.compute}, masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
             )
         return module
-
-    def _swap_layers(self, module: nn.Module, plan: PrecisionPlan) -> None:
-        kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}
-        for name, layer in module.named_modules(remove_duplicate=False):
-            kind = kinds.get(plan.kinds.get(name, "compute"))
-            if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
-                if not isinstance(layer, kind):
-                    restore_(layer, below=False)
-                swap_(layer, kind, self._device.type, self.compute_dtype)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -298,16 +294,12 @@ class MasterWeightPrecision(Precision):
         for scheduler in self._schedulers:
             advance_always(scheduler)
         self._handles, self._schedulers = [], []
-        if module is None:
+        if module is None or self._conversion is None:
             return
-        if self.master_weights is not None:
-            self._rounding = self.master_weights.state_dict()  # for a checkpoint that is saved after fit
-            self.master_weights.restore_()
-            self.master_weights = None
-        if self._compiled_backward is not None:
-            _set_backward_autocast(self._compiled_backward)
-            self._compiled_backward = None
-        restore_(module)
+        if self._conversion.masters is not None:
+            self._rounding = self._conversion.masters.state_dict()  # for a checkpoint that is saved after fit
+        self._fp32_layers = self._conversion.fp32_layers
+        self._conversion.restore_()
 
     # Forward
 
@@ -502,12 +494,12 @@ class MasterWeightPrecision(Precision):
     # Layers that overflow
 
     def _diagnose(self, module: LightningModule) -> Diagnosis:
-        assert self.plan is not None
+        assert self._conversion is not None
         repair = isinstance(self.fallback, LayerFallback)
         value_of = self.master_weights.read if self.master_weights is not None else None
         replayer = Replayer(self._device.type, self.compute_dtype, value_of)
         diagnosis = Diagnosis(
-            module, self.scaler, self._device, replayer, in_fp32=self.plan.fp32_modules, repair=repair
+            module, self.scaler, self._device, replayer, in_fp32=self._conversion.plan.fp32_modules, repair=repair
         )
         names = {each: name.removesuffix("._orig_mod") for name, each in module.named_modules()}
         diagnosis.guard((names[each], module.get_submodule(names[each])) for each in called_directly(module))
@@ -515,36 +507,28 @@ class MasterWeightPrecision(Precision):
 
     def _answer(self, model: LightningModule, verdicts: list[Verdict]) -> None:
         """A layer has overflowed, and all ranks know: name it, or move it to fp32."""
-        assert self._diagnosis is not None
+        conversion, diagnosis = self._conversion, self._diagnosis
+        assert conversion is not None
+        assert diagnosis is not None
         if not isinstance(self.fallback, LayerFallback):
             for verdict in verdicts:
-                self._diagnosis.warn(verdict, "in a training step")
+                diagnosis.warn(verdict, "in a training step")
             return
-        due = self.fallback.strike(verdict.layer for verdict in verdicts if verdict.layer not in self.fp32_layers)
+        due = self.fallback.strike(v.layer for v in verdicts if v.layer not in conversion.fp32_layers)
         if due:
-            layers = [*self.fp32_layers, *due]
-            share = self._share(model, layers)
+            layers = [*conversion.fp32_layers, *due]
+            share = conversion.share(layers)
             if not any(verdict.training for verdict in verdicts) and not self.fallback.allows(layers, share):
                 return  # named already, and repaired in every call; training goes well
             self.fallback.check(layers, share)
-            self._move_to_fp32(model, layers)
+            self._move_to_fp32(model, due)
             announce_fallback(model.trainer, [v for v in verdicts if v.layer in due], len(layers))
 
-    def _share(self, model: LightningModule, layers: Sequence[str]) -> float:
-        """Share of the parameters that would be 16-bit without ``layers`` in fp32."""
-        without, within = self.policy.resolve(model).parameters, self.policy.resolve(model, layers).parameters
-        sizes = {name: param.numel() for name, param in model.named_parameters()}
-        return sum(sizes[name] for name in sizes if without[name] != within[name]) / max(sum(sizes.values()), 1)
-
-    def _move_to_fp32(self, model: LightningModule, layers: list[str]) -> None:
-        """Have ``layers`` compute in fp32 from here on. Between two steps only: no graph may be alive."""
-        masters, diagnosis = self.master_weights, self._diagnosis
-        assert masters is not None
-        assert diagnosis is not None
-        self.plan, self.fp32_layers = self.policy.resolve(model, also_fp32=layers), layers
-        self._swap_layers(model, self.plan)
-        masters.make_fp32_(p for n, p in model.named_parameters() if self.plan.parameters[n] == torch.float32)
-        diagnosis.in_fp32 = self.plan.fp32_modules
+    def _move_to_fp32(self, model: LightningModule, layers: Sequence[str]) -> None:
+        assert self._conversion is not None
+        self._conversion.move_to_fp32(layers)
+        if self._diagnosis is not None:
+            self._diagnosis.in_fp32 = self._conversion.plan.fp32_modules
         rebuild_wrapper(model.trainer.strategy)
 
     def _uncount_step(self, model: LightningModule) -> None:
@@ -591,11 +575,8 @@ class MasterWeightPrecision(Precision):
                 self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
-        if self._module is not None and self.master_weights is not None:
-            known = dict(self._module.named_modules())
-            layers = [layer for layer in state_dict.get("fp32_layers", []) if layer in known]
-            if layers:
-                self._move_to_fp32(self._module, layers)
+            if state_dict.get("fp32_layers") and self._module is not None:
+                self._move_to_fp32(self._module, state_dict["fp32_layers"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""
@@ -622,16 +603,3 @@ class MasterWeightPrecision(Precision):
 
 def _trains(param: nn.Parameter) -> bool:
     return param.requires_grad
-
-
-def _set_backward_autocast(value: Any) -> Any:
-    """Under torch.compile an fp32 layer's backward would run under the autocast around the whole forward.
-
-    Returns:
-        The setting before, or None where torch has no such setting.
-    """
-    config: Any = functorch_config
-    before = getattr(config, "backward_pass_autocast", None)
-    if before is not None:
-        config.backward_pass_autocast = value
-    return before

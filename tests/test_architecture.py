@@ -14,6 +14,7 @@ TORCH_ONLY = {
     "overflow": {"replay"},
     "inside": {"replay"},
     "fallback": set(),
+    "conversion": {"layers", "master", "policy", "storage"},
     "diagnosis": {"inside", "overflow", "replay", "scaler"},
     "storage": set(),
     "probe": set(),

@@ -1,0 +1,123 @@
+"""A model as its policy wants it, from the beginning of a fit to its end.
+
+Why it exists: classes of layers, dtypes of parameters and a setting of torch's compiler change together, in an order
+that refuses before it changes anything, and must all be as found afterwards.
+
+What it leaves out: the changes themselves (:mod:`lightning_mixprec.layers`, :mod:`lightning_mixprec.master`) and their
+time (:mod:`lightning_mixprec.precision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+
+from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, restore_, swap_
+from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.storage import Masters
+
+
+class Conversion:
+    """Makes ``model`` compute as ``policy`` says, in place, until :meth:`restore_`. For ``"fp32"`` it changes nothing.
+
+    Args:
+        model: The model, on any device.
+        policy: The policy.
+        fp32_layers: Qualified names of modules that compute in fp32 as well; names that the model lacks are dropped.
+        device_type: Type of the device it will run on.
+        masters: How fp32 masters are stored.
+        entrances: Modules of the model that are called from anywhere, and are to compute then as in a training step.
+
+    Attributes:
+        plan: What the policy means for the model.
+        masters: Its master weights; None for ``"fp32"``.
+        fp32_layers: As given.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1))
+        >>> conversion = Conversion(net, PrecisionPolicy("bf16"), [], "cpu", "fp32", [])
+        >>> net[0].weight.dtype
+        torch.bfloat16
+        >>> conversion.move_to_fp32(["0"])
+        >>> net[0].weight.dtype, conversion.share(["0"])
+        (torch.float32, 1.0)
+        >>> conversion.restore_()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: PrecisionPolicy,
+        fp32_layers: Iterable[str],
+        device_type: str,
+        masters: Masters,
+        entrances: Iterable[nn.Module],
+    ) -> None:
+        known = dict(model.named_modules())
+        self.fp32_layers = [layer for layer in fp32_layers if layer in known]
+        self.plan: PrecisionPlan = policy.resolve(model, also_fp32=self.fp32_layers)
+        self.masters: MasterWeights | None = None
+        self._model, self._policy, self._device_type = model, policy, device_type
+        self._compiled_backward: Any = None  # torch's setting, while ours is in place
+        if policy.compute_dtype == torch.float32:
+            return
+        # Modules first: what they refuse is refused before any weight has changed.
+        self._swap_layers()
+        for layer in entrances:
+            swap_(layer, ComputeLayer, device_type, policy.compute_dtype)
+        self._compiled_backward = _set_backward_autocast("off")
+        self.masters = MasterWeights(model, self.plan.parameters, masters)
+
+    def _swap_layers(self) -> None:
+        kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}
+        for name, layer in self._model.named_modules(remove_duplicate=False):
+            kind = kinds.get(self.plan.kinds.get(name, "compute"))
+            if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
+                if not isinstance(layer, kind):
+                    restore_(layer, below=False)
+                swap_(layer, kind, self._device_type, self._policy.compute_dtype)
+
+    def share(self, layers: Sequence[str]) -> float:
+        """Share of the model's parameters that would be 16-bit without ``layers`` in fp32."""
+        without = self._policy.resolve(self._model).parameters
+        within = self._policy.resolve(self._model, layers).parameters
+        sizes = {name: param.numel() for name, param in self._model.named_parameters()}
+        return sum(sizes[name] for name in sizes if without[name] != within[name]) / max(sum(sizes.values()), 1)
+
+    def move_to_fp32(self, layers: Iterable[str]) -> None:
+        """Have ``layers`` compute in fp32 from here on, too. Between two steps only: no graph may be alive."""
+        assert self.masters is not None
+        known = dict(self._model.named_modules())
+        new = [layer for layer in layers if layer in known and layer not in self.fp32_layers]
+        self.fp32_layers = [*self.fp32_layers, *new]
+        self.plan = self._policy.resolve(self._model, also_fp32=self.fp32_layers)
+        self._swap_layers()
+        named = self._model.named_parameters()
+        self.masters.make_fp32_(param for name, param in named if self.plan.parameters[name] == torch.float32)
+
+    def restore_(self) -> None:
+        """Leave the model as found: its own classes, no hooks, fp32 weights equal to the masters."""
+        if self.masters is not None:
+            self.masters.restore_()
+        if self._compiled_backward is not None:
+            _set_backward_autocast(self._compiled_backward)
+            self._compiled_backward = None
+        restore_(self._model)
+
+
+def _set_backward_autocast(value: Any) -> Any:
+    """Under torch.compile an fp32 layer's backward would run under the autocast around the whole forward.
+
+    Returns:
+        The setting before, or None where torch has no such setting.
+    """
+    config: Any = functorch_config
+    before = getattr(config, "backward_pass_autocast", None)
+    if before is not None:
+        config.backward_pass_autocast = value
+    return before
