@@ -30,7 +30,8 @@ class Conversion:
         policy: The policy.
         fp32_layers: Qualified names of modules that compute in fp32 as well; names that the model lacks are dropped.
         device_type: Type of the device it will run on.
-        masters: How fp32 masters are stored.
+        masters: How fp32 masters are stored; None where parameters stay fp32 (FSDP2 keeps their shards, and gathers
+            them in 16 bits).
         entrances: Modules of the model that are called from anywhere, and are to compute then as in a training step.
 
     Attributes:
@@ -55,7 +56,7 @@ class Conversion:
         policy: PrecisionPolicy,
         fp32_layers: Iterable[str],
         device_type: str,
-        masters: Masters,
+        masters: Masters | None,
         entrances: Iterable[nn.Module],
     ) -> None:
         known = dict(model.named_modules())
@@ -71,7 +72,8 @@ class Conversion:
         for layer in entrances:
             swap_(layer, ComputeLayer, device_type, policy.compute_dtype)
         self._compiled_backward = _set_backward_autocast("off")
-        self.masters = MasterWeights(model, self.plan.parameters, masters)
+        if masters is not None:
+            self.masters = MasterWeights(model, self.plan.parameters, masters)
 
     def _swap_layers(self) -> None:
         kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}

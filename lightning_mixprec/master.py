@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mixprec.borrow import Borrower, exchange
@@ -407,7 +408,7 @@ def multiply_gradients(params: Iterable[nn.Parameter], factor: Tensor) -> None:
         >>> weight.grad
         tensor([0.5000])
     """
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = [local(param.grad) for param in params if param.grad is not None]
     dense = [grad for grad in grads if not grad.is_sparse]
     if dense:
         torch._foreach_mul_(dense, factor)
@@ -427,13 +428,23 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     found = torch.zeros(1, dtype=torch.float32, device=device)
     one = torch.ones(1, dtype=torch.float32, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
+    for grad in map(local, grads):
         values = grad._values() if grad.is_sparse else grad
         by_dtype.setdefault(values.dtype, []).append(values)
     for tensors in by_dtype.values():
         # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which shares its memory; any other tensor as it is.
+
+    Example:
+        >>> local(torch.ones(1))
+        tensor([1.])
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _make_fp32(param: nn.Parameter, value: Tensor) -> None:

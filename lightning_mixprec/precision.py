@@ -57,6 +57,7 @@ from lightning_mixprec.questions import (
     user_code_sees_gradients,
 )
 from lightning_mixprec.replay import Replayer
+from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
 
@@ -227,7 +228,9 @@ class MasterWeightPrecision(Precision):
         self._module = module
         self._device = trainer.strategy.root_device
         # Outside of fit nothing is updated, and rungs that would round are not needed.
-        masters: Masters = self.masters if fitting else "fp32"
+        masters: Masters | None = self.masters if fitting else "fp32"
+        if is_sharded(module):
+            masters = None
         entrances = called_directly(module)
         device_type = self._device.type
         self._conversion = Conversion(module, self.policy, self._fp32_layers, device_type, masters, entrances)

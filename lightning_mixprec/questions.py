@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
     SingleDeviceXLAStrategy,
     XLAStrategy,
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 def refuse_strategy(strategy: Any) -> None:
     """Refuse strategies that own their precision or shard parameters."""
     foreign = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy))
-    if foreign or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if foreign or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         raise MisconfigurationException(
             f"MasterWeightPrecision does not run under {type(strategy).__name__}, which owns its precision or shards "
             "parameters. Use Trainer(strategy='ddp') on several devices, or strategy='auto' on one."
