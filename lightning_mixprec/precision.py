@@ -45,7 +45,7 @@ from lightning_mixprec.guests import (
 from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.overflow import Verdict
+from lightning_mixprec.overflow import Verdict, nonfinite
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.questions import (
     announce_fallback,
@@ -161,6 +161,7 @@ class MasterWeightPrecision(Precision):
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
         self._diagnosis: Diagnosis | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
+        self._overflowed: tuple[list[str], Tensor] = ([], torch.zeros(0))  # gradients of the last skip; bad or not
         self._conversion: Conversion | None = None
         self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
@@ -206,6 +207,12 @@ class MasterWeightPrecision(Precision):
     def master_weights(self) -> MasterWeights | None:
         """The fp32 masters; None before and after fit, and where everything is fp32."""
         return self._conversion.masters if self._module is not None and self._conversion is not None else None
+
+    @property
+    def overflowed_parameters(self) -> list[str]:
+        """Parameters with a non-finite gradient in the last batch that was skipped. Reads the device."""
+        names, flags = self._overflowed
+        return [name for name, bad in zip(names, flags.tolist(), strict=True) if bad]
 
     # Setting up and leaving
 
@@ -466,9 +473,11 @@ class MasterWeightPrecision(Precision):
         loss_is_finite = not ledger.agreed(self._nonfinite_loss)
         diagnosis = self._diagnosis
         assert diagnosis is not None
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        self._overflowed = (list(grads), torch.stack([nonfinite(grad) for grad in grads.values()]))
         if skips >= self.scaler.max_consecutive_skips or (self.scaler.at_floor and not loss_is_finite):
             # Written now, while the gradients are there; raised when the batch has been accounted for.
-            where = report(model, self.scaler, self._batch, diagnosis.watch, loss_is_finite)
+            where = report(model, self.scaler, self._batch, diagnosis.watch, loss_is_finite, self.overflowed_parameters)
             self._hopeless = f"{skips} training batches in a row had non-finite gradients; {where}"
         diagnosis.after_skip(loss_is_finite=loss_is_finite, skips=skips)
         ledger.skip(optimizer)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -105,11 +104,11 @@ def report(
     batch: Any,
     watch: Watch | None,
     loss_is_finite: bool,
+    bad: Sequence[str],
 ) -> str:
     """Where a run stands that skipping does not help: step, scale, the first non-finite tensor, what to try."""
     loss = "was finite" if loss_is_finite else "was not finite either, so a smaller scale cannot help"
     loop: Any = model.trainer.fit_loop.epoch_loop
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
     return (
         f"the last is batch {loop.batch_idx} of epoch {model.trainer.current_epoch}, after {int(scaler.real_steps)} "
         f"real steps. The loss {loss}. The loss scale is {float(scaler.scale):g}, it started at {scaler.init_scale:g}. "

@@ -419,3 +419,24 @@ def test_a_watched_batch_leaves_buffers_and_random_numbers_alone():
     assert torch.equal(draw, expected_draw)
     assert int(norm.num_batches_tracked) == int(expected.num_batches_tracked)
     torch.testing.assert_close(norm.running_var, expected.running_var, rtol=0.02, atol=0.0)
+
+
+def test_the_gradients_that_overflowed_are_named():
+    """T10: which parameters, without a debugger that takes the overflow itself for the fault."""
+
+    class HeadOverflows(Planted):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            # A gradient of 0 * inf for the head's bias alone
+            return loss + (0 * self.net.head.bias.float().sum() * math.inf if batch_idx == 2 else 0)
+
+    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=16))
+    named = []
+
+    class Watching(L.Callback):
+        def on_train_batch_end(self, *_):
+            named.append(plugin.overflowed_parameters)
+
+    make_trainer(plugin, callbacks=Watching()).fit(HeadOverflows(), loader([batch()] * 5))
+    assert named == [[], [], ["net.head.bias"], ["net.head.bias"], ["net.head.bias"]]
+    assert (plugin.skipped_steps, plugin.real_steps) == (1, 4)
