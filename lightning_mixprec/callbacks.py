@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.precision import MasterWeightPrecision
+from lightning_mixprec.sharding import reshard_
+from lightning_mixprec.shards import shard_like, whole
 
 AverageFn = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -151,6 +153,7 @@ class MasterWeightAveraging(WeightAveraging):
             values = self.averages
         else:
             values, self._raw = self._raw, {}
+            reshard_(pl_module)
         for name, param in pl_module.named_parameters():
             if name in values:
                 if masters is not None:
@@ -177,14 +180,16 @@ class MasterWeightAveraging(WeightAveraging):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add ``"averaged_state_dict"``: the keys of ``state_dict``, trained parameters averaged, the rest as there."""
         held = checkpoint["state_dict"]
-        checkpoint["averaged_state_dict"] = {**held, **{k: v for k, v in self.averages.items() if k in held}}
+        averages = {name: whole(average) for name, average in self.averages.items()}  # on all ranks
+        checkpoint["averaged_state_dict"] = {**held, **{k: v for k, v in averages.items() if k in held}}
         checkpoint["state_dict"] = {**held, **self._raw}  # inside a validation the module holds the average
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the average from ``"averaged_state_dict"``; a checkpoint without one starts it at its weights."""
-        trained = {name for name, param in pl_module.named_parameters() if param.requires_grad}
+        trained = {name: param for name, param in pl_module.named_parameters() if param.requires_grad}
         source = checkpoint.get("averaged_state_dict", {})
-        self.averages = {name: value.float().clone() for name, value in source.items() if name in trained}
+        values = {name: value.float() for name, value in source.items() if name in trained}
+        self.averages = {name: shard_like(value, trained[name]).clone() for name, value in values.items()}
 
 
 class PrecisionMonitor(Callback):
@@ -263,6 +268,7 @@ def _masters(pl_module: LightningModule) -> MasterWeights | None:
 def _trained_weights(pl_module: LightningModule, known: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Name and fp32 weight of every trained parameter (or known to be one, if it is toggled off), with all edits."""
     masters = _masters(pl_module)
+    reshard_(pl_module)
     if masters is not None:
         masters.adopt_edits()
     for name, param in pl_module.named_parameters():

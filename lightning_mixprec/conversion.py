@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, restore_, swap_
+from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, WidenedLayer, restore_, swap_
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.storage import Masters
@@ -64,6 +64,7 @@ class Conversion:
         self.plan: PrecisionPlan = policy.resolve(model, also_fp32=self.fp32_layers)
         self.masters: MasterWeights | None = None
         self._model, self._policy, self._device_type = model, policy, device_type
+        self._sharded = masters is None
         self._compiled_backward: Any = None  # torch's setting, while ours is in place
         if policy.compute_dtype == torch.float32:
             return
@@ -76,7 +77,8 @@ class Conversion:
             self.masters = MasterWeights(model, self.plan.parameters, masters)
 
     def _swap_layers(self) -> None:
-        kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": Fp32Layer, "norm": NormLayer}
+        fp32 = WidenedLayer if self._sharded else Fp32Layer
+        kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": fp32, "norm": NormLayer}
         for name, layer in self._model.named_modules(remove_duplicate=False):
             kind = kinds.get(self.plan.kinds.get(name, "compute"))
             if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
@@ -93,14 +95,14 @@ class Conversion:
 
     def move_to_fp32(self, layers: Iterable[str]) -> None:
         """Have ``layers`` compute in fp32 from here on, too. Between two steps only: no graph may be alive."""
-        assert self.masters is not None
         known = dict(self._model.named_modules())
         new = [layer for layer in layers if layer in known and layer not in self.fp32_layers]
         self.fp32_layers = [*self.fp32_layers, *new]
         self.plan = self._policy.resolve(self._model, also_fp32=self.fp32_layers)
         self._swap_layers()
-        named = self._model.named_parameters()
-        self.masters.make_fp32_(param for name, param in named if self.plan.parameters[name] == torch.float32)
+        if self.masters is not None:
+            named = self._model.named_parameters()
+            self.masters.make_fp32_(param for name, param in named if self.plan.parameters[name] == torch.float32)
 
     def restore_(self) -> None:
         """Leave the model as found: its own classes, no hooks, fp32 weights equal to the masters."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -55,6 +57,23 @@ class Fp32Layer(_Swapped):
             return super().forward(*widen(args), **widen(kwargs))
         with torch.autocast(device_type, enabled=False):
             return super().forward(*widen(args), **widen(kwargs))
+
+
+class WidenedLayer(Fp32Layer):
+    """An fp32 layer whose own parameters may come in 16 bits, as FSDP2 gathers them, and are widened for each call.
+
+    Example:
+        >>> layer = swap_(nn.Linear(2, 2).bfloat16(), WidenedLayer, "cpu", torch.bfloat16)
+        >>> layer(torch.ones(1, 2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the original class, in fp32, with fp32 parameters."""
+        own = self.named_parameters(recurse=False)
+        wide: dict[str, Any] = {name: param.float() for name, param in own if param.dtype in _HALF}
+        with _reparametrize_module(self, wide) if wide else nullcontext():
+            return super().forward(*args, **kwargs)
 
 
 class NormLayer(_Swapped):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.master import MasterWeights, found_nonfinite, multiply_gradients
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.shards import local, shard_like, whole
 
 
 class GradientLedger:
@@ -98,7 +99,7 @@ class GradientLedger:
                 continue
             found = self._found.get(optimizer)
             if found is not None and self._keep_gradients:  # cleared to zeros, perhaps: a new window as well
-                norms = torch._foreach_norm([param.grad.float() for param in params if param.grad is not None])
+                norms = torch._foreach_norm([local(param.grad).float() for param in params if param.grad is not None])
                 self._found[optimizer] = found * (torch.stack(norms).sum() != 0)
             if not self.scaler.is_identity:  # true ones, kept, clipped or assigned, to which scaled ones are added
                 true = [param for param in params if param not in self._scaled]
@@ -216,7 +217,7 @@ class GradientLedger:
         grads = {}
         for name, param in named:
             if param.grad is not None:
-                grad = param.grad.detach().float()
+                grad = whole(param.grad.detach().float())
                 grads[name] = grad * inverse if param in self._scaled else grad.clone()
         return grads
 
@@ -225,7 +226,7 @@ class GradientLedger:
         """Go on with gradients that :meth:`true_gradients` saved, at whatever scale this run has."""
         for name, param in named:
             if name in grads:
-                grad = grads[name].to(param.device)
+                grad = shard_like(grads[name].to(param.device), param)
                 if not self.scaler.is_identity:
                     grad = grad * self.scaler.scale
                     self._scaled.add(param)
@@ -262,4 +263,5 @@ def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _version(optimizer: Optimizer) -> int:
     """A number that changes with every write to a gradient."""
-    return sum(id(param.grad) + param.grad._version for param in _with_gradients(optimizer) if param.grad is not None)
+    grads = [param.grad for param in _with_gradients(optimizer) if param.grad is not None]
+    return sum(id(grad) + local(grad)._version for grad in grads)

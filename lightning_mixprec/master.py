@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mixprec.borrow import Borrower, exchange
+from lightning_mixprec.shards import local
 from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -435,16 +435,6 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
         # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, which shares its memory; any other tensor as it is.
-
-    Example:
-        >>> local(torch.ones(1))
-        tensor([1.])
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _make_fp32(param: nn.Parameter, value: Tensor) -> None:

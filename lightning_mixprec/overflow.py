@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
+from lightning_mixprec.shards import local
 
 
 @dataclass(frozen=True)
@@ -379,7 +380,8 @@ def nonfinite(value: Any) -> Tensor:
         >>> nonfinite([torch.ones(1), {"x": torch.tensor(float("inf"))}])
         tensor(True)
     """
-    flags = [~torch.isfinite(tensor).all() for _, tensor in tensors_in(value) if tensor.is_floating_point()]
+    parts = [local(tensor) for _, tensor in tensors_in(value) if tensor.is_floating_point()]
+    flags = [~torch.isfinite(part).all() for part in parts]
     return torch.stack(flags).any() if flags else torch.tensor(False)
 
 

@@ -57,8 +57,8 @@ from lightning_mixprec.questions import (
     user_code_sees_gradients,
 )
 from lightning_mixprec.replay import Replayer
-from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.storage import Masters
 
 log = logging.getLogger(__name__)

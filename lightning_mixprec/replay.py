@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from lightning_mixprec.layers import Fp32Layer, compute_context, restore_, swap_
@@ -131,6 +132,8 @@ class Replayer:
     ) -> Any:
         if any(isinstance(each, nn.SyncBatchNorm) and each.training for each in module.modules()):
             raise ReplayError("SyncBatchNorm would wait for the other ranks")
+        if any(isinstance(each, FSDPModule) for each in module.modules()):
+            raise ReplayError("gathering sharded weights would wait for the other ranks")
         held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
         held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
         devices = [torch.cuda.current_device()] if self._device_type == "cuda" else []

@@ -31,8 +31,8 @@ def shard_(
 ) -> nn.Module:
     """Shard ``module`` over ``mesh`` in place, as ``policy`` says, and return it.
 
-    Call it in ``LightningModule.configure_model`` under Lightning's ``ModelParallelStrategy``. Units are the elements of
-    the module's lists of layers (``nn.ModuleList``, ``nn.Sequential``; the outermost such lists), and what is left.
+    Call it in ``LightningModule.configure_model`` under Lightning's ``ModelParallelStrategy``. Units are the elements
+    of the module's lists of layers (``nn.ModuleList``, ``nn.Sequential``; the outermost such lists), and what is left.
     Parameters stay fp32 in their shards, which the optimizer updates and checkpoints hold.
 
     Args:
@@ -46,6 +46,10 @@ def shard_(
 
     Raises:
         ValueError: If the policy does not fit the module, or a parameter is shared by two units.
+
+    Example:
+        >>> def configure_model(self):  # of a LightningModule
+        ...     shard_(self, self.trainer.precision_plugin.policy, self.device_mesh["data_parallel"])
     """
     if reduce_dtype not in ("compute", "fp32"):
         raise ValueError(f"Unknown reduce_dtype={reduce_dtype!r}. Choose 'compute' or 'fp32'.")
@@ -79,8 +83,24 @@ def shard_(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``module`` has been sharded by FSDP2, in whole or in part."""
+    """Whether ``module`` has been sharded by FSDP2, in whole or in part.
+
+    Example:
+        >>> is_sharded(nn.Linear(1, 1))
+        False
+    """
     return any(isinstance(each, FSDPModule) for each in module.modules())
+
+
+def reshard_(module: nn.Module) -> None:
+    """Free gathered weights, which an evaluation may have left: after it parameters are shards again.
+
+    Example:
+        >>> reshard_(nn.Linear(1, 1))
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

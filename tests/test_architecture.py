@@ -10,8 +10,10 @@ TORCH_ONLY = {
     "scaler": set(),
     "buffers": set(),
     "layers": set(),
+    "shards": set(),
+    "sharding": {"policy"},
     "replay": {"layers"},
-    "overflow": {"replay"},
+    "overflow": {"replay", "shards"},
     "inside": {"replay"},
     "fallback": set(),
     "conversion": {"layers", "master", "policy", "storage"},
@@ -22,8 +24,8 @@ TORCH_ONLY = {
     "scratch": {"storage"},
     "fused_adam": set(),
     "borrow": {"bucket_state", "fused_adam", "probe", "scratch", "storage"},
-    "master": {"borrow", "storage"},
-    "ledger": {"master", "scaler"},
+    "master": {"borrow", "shards", "storage"},
+    "ledger": {"master", "scaler", "shards"},
 }
 
 
