@@ -26,8 +26,8 @@ Entry: TypeAlias = str | type[nn.Module]
 
 COMPUTE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What practice keeps in fp32 (ADM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its error
-# enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name.
+# What practice keeps in fp32 (ADM, EDM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its
+# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name.
 _EMBEDDINGS = (
     "time_embed*",
     "time_mlp",
@@ -38,14 +38,24 @@ _EMBEDDINGS = (
     "y_embed*",
     "sigma_embed*",
     "noise_embed*",
+    "temb",
+    "map_noise",
+    "map_label",
+    "map_layer*",
+    "emb_noise",
+    "emb_label",
 )
 _OUTPUTS = (
+    "out",
+    "out_norm",
+    "out_conv",
     "conv_out",
     "conv_norm_out",
     "norm_out",
     "proj_out",
     "proj_out_*",
     "final_layer",
+    "final_conv",
     "final_proj",
     "out_proj_final",
 )

@@ -33,6 +33,26 @@ def test_defaults_follow_practice():
     assert plan.kinds["net.conv_out"] == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (["time_embed", "label_emb"], ["out"]),  # ADM, Stable Diffusion
+        (["map_noise", "map_label", "map_layer0", "map_layer1"], ["out_norm", "out_conv"]),  # EDM
+        (["emb_noise", "emb_label"], ["out_conv"]),  # EDM2
+        (["t_embedder", "y_embedder"], ["final_layer"]),  # DiT
+        (["time_embedding", "class_embedding"], ["conv_norm_out", "conv_out"]),  # diffusers' U-Nets
+        (["time_mlp"], ["final_conv"]),  # denoising-diffusion-pytorch
+    ],
+)
+def test_defaults_know_the_names_that_are_in_use(inputs, outputs):
+    kept = {name: nn.Linear(2, 2) for name in (*inputs, *outputs)}
+    model = nn.ModuleDict({"model": nn.ModuleDict({"x_embedder": nn.Linear(2, 2), **kept})})
+    model["model"].add_module("blocks", nn.ModuleList([nn.ModuleDict({name: nn.Linear(2, 2) for name in outputs})]))
+    plan = PrecisionPolicy("bf16").resolve(model)
+    fp32 = {name for name, kind in plan.kinds.items() if kind == "fp32"}
+    assert fp32 == {f"model.{name}" for name in kept}
+
+
 def test_defaults_can_be_dropped_but_norms_stay():
     plan = PrecisionPolicy("bf16", fp32_defaults=False).resolve(Wrapped())
     assert plan["net.time_embedding"] == plan["net.conv_out"] == BF16

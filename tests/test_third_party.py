@@ -264,6 +264,20 @@ def test_a_module_saved_whole_in_mid_fit_computes_what_it_computed(precision):
 
 
 @pytest.mark.parametrize("precision", HALVES)
+def test_checkpointed_activations_change_nothing(precision):
+    """diffusers' own gradient checkpointing, with fp32 containers inside and around what is computed again."""
+    weights = []
+    for checkpointed in (False, True):
+        module, batch = build("unet")
+        if checkpointed:
+            module.net.enable_gradient_checkpointing()
+        policy = PrecisionPolicy(precision, fp32=ENTRIES["unet"])
+        make_trainer(MasterWeightPrecision(policy)).fit(module, loader([batch] * 2))
+        weights.append(snapshot(module))
+    assert_same(*weights)
+
+
+@pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("make", [unet, lambda: UNet(1, 10, (8, 8), norm_num_groups=4)])
 def test_a_thousand_timesteps_have_a_thousand_embeddings(make, precision):
     """As in fp32, bit for bit: 999 is 999, and no sinusoid is rounded on its way."""
