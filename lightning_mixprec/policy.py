@@ -309,7 +309,9 @@ class PrecisionPolicy:
         if module is not None:
             if next(module.children(), None) is None:
                 names += [f"{each}." for each in names]  # "head.*" where the head is a single layer
-            names += [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)]
+            ours = __name__.partition(".")[0]  # a model that is being trained has classes made of ours
+            bases = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] != ours]
+            names += [base.__name__ for base in bases if base not in (nn.Module, object)]
         hits = [
             entry
             for entry in self.fp32

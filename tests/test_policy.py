@@ -8,6 +8,7 @@ from reference import REPARAMETRISATIONS, TinyNet
 from torch import nn
 
 from lightning_mixprec import PrecisionPolicy
+from lightning_mixprec.layers import Fp32Layer, NormLayer, swap_
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -220,6 +221,17 @@ def test_the_table_shows_layer_dtype_reason_and_parameters():
 def test_an_entry_that_matches_nothing_shows_near_misses(entry, near):
     with pytest.raises(ValueError, match=rf"(?s){entry[:8]}.*Did you mean.*{near}"):
         PrecisionPolicy("bf16", fp32=[entry]).resolve(Wrapped())
+
+
+def test_a_model_that_is_being_trained_resolves_as_before():
+    model = Wrapped()
+    policy = PrecisionPolicy("bf16", fp32=["Conv*"])
+    before = policy.resolve(model)
+    swap_(model.net.norm, NormLayer, "cpu", BF16)
+    swap_(model.net.conv_in, Fp32Layer, "cpu", BF16)
+    assert str(policy.resolve(model)) == str(before)
+    with pytest.raises(ValueError, match="matches no module"):
+        PrecisionPolicy("bf16", fp32=["*Layer"]).resolve(model)
 
 
 def test_a_type_that_matches_nothing_lists_the_types():
