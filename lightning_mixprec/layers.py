@@ -85,7 +85,7 @@ class NormLayer(_Swapped):
             if self._is_batch_norm and self.weight is not None and len(args) == 1 and args[0].dtype == compute:
                 return super().forward(*args)
             result = _call_widened(super().forward, args, kwargs)
-            return _map(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
+            return map_tensors(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
 
 
 class ComputeLayer(_Swapped):
@@ -181,12 +181,12 @@ def widen(value: Any) -> Any:
         >>> widen({"x": torch.ones(1, dtype=torch.float16), "t": 999})
         {'x': tensor([1.]), 't': 999}
     """
-    return _map(value, _widened)
+    return map_tensors(value, _widened)
 
 
 def _call_widened(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     copies: list[tuple[Any, Any]] = []
-    args, kwargs = _map((args, kwargs), _widened, copies)
+    args, kwargs = map_tensors((args, kwargs), _widened, copies)
     before = [dict(_items(passed)) for _, passed in copies]
     result = forward(*args, **kwargs)
     for (given, passed), entries in zip(copies, before, strict=True):
@@ -217,15 +217,20 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
-def _map(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
-    """Cast every tensor in ``value``; lists and dicts that had to be copied for it are noted in ``copies``."""
+def map_tensors(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
+    """Cast every tensor in ``value``; lists and dicts that had to be copied for it are noted in ``copies``.
+
+    Example:
+        >>> map_tensors({"x": [torch.ones(1)], "t": 999}, torch.neg)
+        {'x': [tensor([-1.])], 't': 999}
+    """
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, tuple):
-        items = [_map(item, cast, copies) for item in value]
+        items = [map_tensors(item, cast, copies) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, (list, MutableMapping)):
-        entries = {key: _map(item, cast, copies) for key, item in _items(value)}
+        entries = {key: map_tensors(item, cast, copies) for key, item in _items(value)}
         if all(entries[key] is item for key, item in _items(value)):
             return value
         made: Any = type(value)
@@ -242,7 +247,7 @@ def _map(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, A
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-        cast_fields = {name: _map(item, cast, copies) for name, item in fields.items()}
+        cast_fields = {name: map_tensors(item, cast, copies) for name, item in fields.items()}
         if all(cast_fields[name] is item for name, item in fields.items()):
             return value
         copied = copy.copy(value)  # not made anew: what its constructor computed stays

@@ -149,6 +149,15 @@ ENTRIES = {
 }
 
 
+@pytest.fixture
+def fastpath_off():
+    """Attention takes another path outside of a fit."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(enabled)
+
+
 class Module(L.LightningModule):
     """Trains `net` towards zero with `call`, and validates it on the same batches."""
 
@@ -176,7 +185,7 @@ def build(name):
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_computes_as_the_plan_says(name, precision, named):
+def test_every_layer_computes_as_the_plan_says(name, precision, named, fastpath_off):
     """fp32 layers bit for bit as plain fp32 ones, norms its rounding, the others in the compute dtype."""
     module, batch = build(name)
     plain = module.call(copy.deepcopy(module.net).eval(), *batch)
@@ -196,7 +205,7 @@ def test_every_layer_computes_as_the_plan_says(name, precision, named):
     make_trainer(plugin).validate(module, loader([batch]), verbose=False)
 
     dtype, kinds = HALF[precision], set()
-    for label, args, kwargs, output in list(calls):  # the hooks stay: without them, attention takes another path
+    for label, args, kwargs, output in list(calls):
         kind = plugin.plan.kinds[label]
         kinds.add(kind)
         if kind == "compute":
@@ -363,3 +372,35 @@ def test_eval_mode_of_an_encoder_equals_train_mode(entries):
     assert one.dtype == other.dtype == (torch.float32 if entries == ["net"] else torch.bfloat16)
     tolerance = 1e-6 if entries == ["net"] else 2 * torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_encoder_in_evaluation_calls_its_layers(precision):
+    """torch's fast path would compute with the layers' weights behind their backs, and fail on the mixed dtypes."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+    def call(net, x):
+        return net(x, src_key_padding_mask=padding)
+
+    outputs = {}
+
+    class Both(Module):
+        def training_step(self, batch, batch_idx):
+            outputs["train"] = self.call(self.net, batch)
+            return outputs["train"].float().pow(2).mean()
+
+        def validation_step(self, batch, batch_idx):
+            outputs["eval"] = self.call(self.net, batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    module = Both(nn.TransformerEncoder(layer, 2), call)
+    make_trainer(MasterWeightPrecision(precision)).fit(module, loader([x]), loader([x]))
+    assert torch.equal(outputs["train"].detach(), outputs["eval"])
+    assert bool(torch.isfinite(outputs["eval"]).all())
+    assert torch.backends.mha.get_fastpath_enabled() == enabled
