@@ -9,7 +9,7 @@ time (:mod:`lightning_mixprec.precision`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,13 @@ from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, Widened
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.storage import Masters
+
+_SETTINGS = {
+    # Under torch.compile an fp32 layer's backward would run under the autocast around the whole forward.
+    "backward_autocast": "off",
+    # In evaluation nn.TransformerEncoderLayer would compute with its layers' weights without calling the layers.
+    "fastpath": False,
+}
 
 
 class Conversion:
@@ -65,14 +72,14 @@ class Conversion:
         self.masters: MasterWeights | None = None
         self._model, self._policy, self._device_type = model, policy, device_type
         self._sharded = masters is None
-        self._compiled_backward: Any = None  # torch's setting, while ours is in place
+        self._settings: dict[str, Any] = {}  # torch's, while ours are in place
         if policy.compute_dtype == torch.float32:
             return
         # Modules first: what they refuse is refused before any weight has changed.
         self._swap_layers()
         for layer in entrances:
             swap_(layer, ComputeLayer, device_type, policy.compute_dtype)
-        self._compiled_backward = _set_backward_autocast("off")
+        self._settings = _set(_SETTINGS)
         if masters is not None:
             self.masters = MasterWeights(model, self.plan.parameters, masters)
 
@@ -108,20 +115,23 @@ class Conversion:
         """Leave the model as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.masters is not None:
             self.masters.restore_()
-        if self._compiled_backward is not None:
-            _set_backward_autocast(self._compiled_backward)
-            self._compiled_backward = None
+        _set(self._settings)
+        self._settings = {}
         restore_(self._model)
 
 
-def _set_backward_autocast(value: Any) -> Any:
-    """Under torch.compile an fp32 layer's backward would run under the autocast around the whole forward.
+def _set(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Change settings of torch.
 
     Returns:
-        The setting before, or None where torch has no such setting.
+        Those before; without the ones that this torch does not have.
     """
     config: Any = functorch_config
-    before = getattr(config, "backward_pass_autocast", None)
-    if before is not None:
-        config.backward_pass_autocast = value
+    before: dict[str, Any] = {}
+    if "fastpath" in settings:
+        before["fastpath"] = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(settings["fastpath"])
+    if "backward_autocast" in settings and hasattr(config, "backward_pass_autocast"):
+        before["backward_autocast"] = config.backward_pass_autocast
+        config.backward_pass_autocast = settings["backward_autocast"]
     return before

@@ -9,8 +9,10 @@ What it leaves out: deciding which layer is which (:mod:`lightning_mixprec.polic
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -30,12 +32,15 @@ class _Swapped(nn.Module):
 
     _mixprec: tuple[str, torch.dtype] | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: a class made here is not one more for the registry of its base, and has no keywords for it."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class does not exist under its name in any module, so pickle and deepcopy are told how to make it.
+        # The class does not exist under its name in any module, so pickle and copy are told how to make it.
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         kind, base = type(self).__bases__
-        return (_rebuild, (kind, base, make, args[1:]), *rest)
+        return (_rebuild, (kind, make, tuple(base if arg is type(self) else arg for arg in args)), *rest)
 
 
 class Fp32Layer(_Swapped):
@@ -54,9 +59,9 @@ class Fp32Layer(_Swapped):
         """Forward of the original class, in fp32."""
         device_type = self._mixprec[0] if self._mixprec is not None else None
         if device_type is None or not torch.is_autocast_enabled(device_type):
-            return super().forward(*widen(args), **widen(kwargs))
+            return _call_widened(super().forward, args, kwargs)
         with torch.autocast(device_type, enabled=False):
-            return super().forward(*widen(args), **widen(kwargs))
+            return _call_widened(super().forward, args, kwargs)
 
 
 class WidenedLayer(Fp32Layer):
@@ -79,8 +84,8 @@ class WidenedLayer(Fp32Layer):
 class NormLayer(_Swapped):
     """Normalisation with fp32 parameters and statistics whose result is in the compute dtype.
 
-    Where torch's kernels take 16-bit activations together with fp32 parameters, they are used as they are, so that
-    backward saves 16-bit activations; their statistics are fp32. Elsewhere the activations are widened.
+    The activations are widened, and the fp32 result is rounded once. Only torch's own BatchNorm takes them as they are,
+    so that backward saves 16-bit activations: with fp32 parameters its kernels compute the same in fp32.
 
     Example:
         >>> layer = swap_(nn.LayerNorm(4), NormLayer, "cpu", torch.bfloat16)
@@ -88,25 +93,25 @@ class NormLayer(_Swapped):
         (torch.bfloat16, torch.float32)
     """
 
+    _is_batch_norm = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the original class; fp32 inside, compute dtype outside."""
         if self._mixprec is None:
             return super().forward(*args, **kwargs)
         device_type, compute = self._mixprec
         with torch.autocast(device_type, enabled=False):
-            if (
-                len(args) == 1
-                and not kwargs
-                and isinstance(args[0], Tensor)
-                and args[0].dtype == compute
-                and _mixes_dtypes(self, device_type)
-            ):
-                return super().forward(args[0])
-            return _narrow(super().forward(*widen(args), **widen(kwargs)), compute)
+            if self._is_batch_norm and self.weight is not None and len(args) == 1 and args[0].dtype == compute:
+                return super().forward(*args)
+            result = _call_widened(super().forward, args, kwargs)
+            return map_tensors(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
 
 
 class ComputeLayer(_Swapped):
     """Runs ``forward`` under autocast, so that a call from a hook gives what a call from a training step gives.
+
+    A ``dtype`` property that says what the parameters are, as in models of diffusers, says what they were: such a model
+    casts its timestep features to it, which would round them.
 
     Example:
         >>> layer = swap_(nn.Linear(2, 2).bfloat16(), ComputeLayer, "cpu", torch.bfloat16)
@@ -160,8 +165,11 @@ def swap_(
             f"{kind.__name__} cannot wrap. Define forward in a class, or take the layer out of the fp32 entries."
         )
     if "_mixprec" not in module.__dict__:
+        found = module.dtype if issubclass(kind, ComputeLayer) and _has_dtype(type(module)) else None
         module.__class__ = _subclass(kind, type(module))
         module.__dict__["_mixprec"] = (device_type, compute)
+        if found is not None:
+            module.__dict__["_mixprec_dtype"] = found
     return module
 
 
@@ -178,44 +186,94 @@ def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
             _drop_own_forward(each)
             each.__class__ = type(each).__bases__[1]
             del each.__dict__["_mixprec"]
+            each.__dict__.pop("_mixprec_dtype", None)
     return module
 
 
 def widen(value: Any) -> Any:
     """Cast every 16-bit floating-point tensor in ``value`` to fp32; look into containers, leave the rest alone.
 
+    Containers are tuples, lists, dicts and dataclasses, and what is made from them: a named tuple stays one, as does
+    an output class that is a dict with attributes. They are copied, if there is anything to cast in them.
+
     Example:
         >>> widen({"x": torch.ones(1, dtype=torch.float16), "t": 999})
         {'x': tensor([1.]), 't': 999}
     """
+    return map_tensors(value, _widened)
+
+
+def _call_widened(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    copies: list[tuple[Any, Any]] = []
+    args, kwargs = map_tensors((args, kwargs), _widened, copies)
+    before = [dict(_items(passed)) for _, passed in copies]
+    result = forward(*args, **kwargs)
+    for (given, passed), entries in zip(copies, before, strict=True):
+        _follow(given, passed, entries)
+    return result
+
+
+def _follow(given: Any, passed: Any, before: dict[Any, Any]) -> None:
+    """Do to a caller's list or dict what ``forward`` did to its copy: a U-Net's block pops what it has used."""
+    if len(passed) == len(before) and all(key in before and before[key] is item for key, item in _items(passed)):
+        return
+    own = [(before[key], item) for key, item in _items(given)]
+    after = {key: next((mine for wide, mine in own if wide is item), item) for key, item in _items(passed)}
+    if isinstance(given, list):
+        given[:] = after.values()
+        return
+    for key in [key for key in given if key not in after]:
+        del given[key]
+    for key, item in after.items():
+        given[key] = item
+
+
+def _items(container: Any) -> Any:
+    return enumerate(container) if isinstance(container, list) else container.items()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def map_tensors(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
+    """Cast every tensor in ``value``; lists and dicts that had to be copied for it are noted in ``copies``.
+
+    Example:
+        >>> map_tensors({"x": [torch.ones(1)], "t": 999}, torch.neg)
+        {'x': [tensor([-1.])], 't': 999}
+    """
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _HALF else value
+        return cast(value)
     if isinstance(value, tuple):
-        items = [widen(item) for item in value]
+        items = [map_tensors(item, cast, copies) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [widen(item) for item in value]
-    if type(value) is dict:
-        return {key: widen(item) for key, item in value.items()}
+    if isinstance(value, (list, MutableMapping)):
+        entries = {key: map_tensors(item, cast, copies) for key, item in _items(value)}
+        if all(entries[key] is item for key, item in _items(value)):
+            return value
+        made: Any = type(value)
+        if made is list:
+            copied: Any = list(entries.values())
+        elif made in (dict, OrderedDict):
+            copied = made(entries)
+        else:
+            copied = copy.copy(value)
+            for key, item in entries.items():
+                copied[key] = item
+        if copies is not None:
+            copies.append((value, copied))
+        return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: widen(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **fields)
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        cast_fields = {name: map_tensors(item, cast, copies) for name, item in fields.items()}
+        if all(cast_fields[name] is item for name, item in fields.items()):
+            return value
+        copied = copy.copy(value)  # not made anew: what its constructor computed stays
+        for name, item in cast_fields.items():
+            object.__setattr__(copied, name, item)  # a frozen one, too
+        return copied
     return value
-
-
-def _narrow(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype == torch.float32 else value
-    if type(value) is dict:
-        return {key: _narrow(item, dtype) for key, item in value.items()}
-    return type(value)(_narrow(item, dtype) for item in value) if type(value) in (tuple, list) else value
-
-
-def _mixes_dtypes(module: nn.Module, device_type: str) -> bool:
-    """Whether torch's kernel takes 16-bit activations with fp32 parameters (tried on torch 2.11 to 2.14)."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return True
-    return device_type == "cpu" and isinstance(module, (nn.GroupNorm, nn.LayerNorm))
 
 
 def _drop_own_forward(module: nn.Module) -> None:
@@ -225,13 +283,44 @@ def _drop_own_forward(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
+def _has_dtype(base: type[nn.Module]) -> bool:
+    return isinstance(getattr(base, "dtype", None), property)
+
+
 def _make_subclass(kind: Any, base: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        own = type(self)
+        self.__class__ = base
+        try:
+            copied = copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = own
+        if self._mixprec is not None:
+            copied.__dict__["_mixprec"] = self._mixprec
+        return _renew(kind, copied)
+
+    forward.__wrapped__ = base.forward  # type: ignore[attr-defined]  # whoever asks for its signature sees the base's
+    forward.__code__ = forward.__code__.replace()  # torch.compile counts recompilations of each code object
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names["forward"] = forward
+    names["_is_batch_norm"] = base.forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if issubclass(kind, ComputeLayer) and _has_dtype(base):
+        names["dtype"] = property(lambda self: self.__dict__.get("_mixprec_dtype") or base.dtype.fget(self))
+    if hasattr(base, "__deepcopy__"):  # it knows its own class, as those that torch.fx makes
+        names["__deepcopy__"] = deepcopy
     return type(base.__name__, (kind, base), names)
 
 
 _subclass: Callable[[Any, Any], Any] = cache(_make_subclass)  # one class per pair, so that copies compare equal
 
 
-def _rebuild(kind: type[_Swapped], base: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any:
-    return make(_subclass(kind, base), *args)
+def _rebuild(kind: type[_Swapped], make: Any, args: tuple[Any, ...]) -> Any:
+    return _renew(kind, make(*args))
+
+
+def _renew(kind: type[_Swapped], module: Any) -> Any:
+    module.__class__ = _subclass(kind, type(module))
+    return module

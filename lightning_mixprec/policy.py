@@ -26,8 +26,8 @@ Entry: TypeAlias = str | type[nn.Module]
 
 COMPUTE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What practice keeps in fp32 (ADM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its error
-# enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name.
+# What practice keeps in fp32 (ADM, EDM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its
+# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name.
 _EMBEDDINGS = (
     "time_embed*",
     "time_mlp",
@@ -38,14 +38,24 @@ _EMBEDDINGS = (
     "y_embed*",
     "sigma_embed*",
     "noise_embed*",
+    "temb",
+    "map_noise",
+    "map_label",
+    "map_layer*",
+    "emb_noise",
+    "emb_label",
 )
 _OUTPUTS = (
+    "out",
+    "out_norm",
+    "out_conv",
     "conv_out",
     "conv_norm_out",
     "norm_out",
     "proj_out",
     "proj_out_*",
     "final_layer",
+    "final_conv",
     "final_proj",
     "out_proj_final",
 )
@@ -125,7 +135,7 @@ class PrecisionPlan(Mapping[str, torch.dtype]):
         rows = [("layer", "type", "dtype", "parameters", "reason")]
         for layer in self.layers:
             dtype = str(layer.dtype).removeprefix("torch.")
-            rows.append((layer.name, layer.type_name, dtype, f"{layer.parameters:,}", layer.reason))
+            rows.append((layer.name or "(root)", layer.type_name, dtype, f"{layer.parameters:,}", layer.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
@@ -138,8 +148,10 @@ class PrecisionPolicy:
 
     An entry is a module type, or a glob on a class name, a qualified module name or a qualified parameter name. A
     glob on a qualified name may leave out leading parts: ``"time_embedding.*"`` matches
-    ``net.time_embedding.linear_1``. A container covers what lies below it, functional operations in its ``forward``
-    included. An entry that matches nothing is an error.
+    ``net.time_embedding.linear_1``, and ``net.time_embedding`` itself where that has nothing below it. A container
+    covers what lies below it, functional operations in its ``forward`` included. A parameter that is named by itself is
+    stored in fp32, and its layer computes as before. Where several entries or defaults meet, also over a module or
+    parameter that is shared, the most precise wins. An entry that matches nothing is an error.
 
     Args:
         compute: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
@@ -176,7 +188,10 @@ class PrecisionPolicy:
             is_name = isinstance(entry, str) and entry != ""
             is_layer = isinstance(entry, type) and issubclass(entry, nn.Module)
             if not (is_name or is_layer):
-                raise ValueError(f"fp32 entry {entry!r} must be a torch.nn.Module class or a name, such as 'conv_out'.")
+                number = f" Write '{entry}' for the layer of that name." if isinstance(entry, int) else ""
+                raise ValueError(
+                    f"fp32 entry {entry!r} must be a torch.nn.Module class or a name, such as 'conv_out'.{number}"
+                )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -216,8 +231,13 @@ class PrecisionPolicy:
                 decision = above if above[0] == "fp32" else ("compute", "compute")
             decided[name] = decision
 
+        fp32_names = {id(owned[name]): name for name, (kind, _) in decided.items() if kind == "fp32"}
+        for name, module in owned.items():
+            if decided[name][0] != "fp32" and id(module) in fp32_names:
+                decided[name] = ("fp32", f"shared with {fp32_names[id(module)]!r}")
+
         parameters: dict[str, torch.dtype] = {}
-        wide: set[int] = set()  # identity of parameters that one of their owners keeps in fp32
+        wide: dict[int, str] = {}  # identity of parameters that stay fp32 -> why
         modules = {"": model, **owned}
         for full, parameter in model.named_parameters(remove_duplicate=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -226,8 +246,12 @@ class PrecisionPolicy:
                     "once on a batch before fit, for example in `configure_model`."
                 )
             entry, owner = self._match(full, None, matched), full.rpartition(".")[0]
-            if entry is not None or decided[owner][0] != "compute" or _is_reparametrised(full, modules[owner]):
-                wide.add(id(parameter))
+            if entry is not None:
+                wide[id(parameter)] = f"fp32 entry {_show(entry)}"
+            elif _is_reparametrised(modules[owner]):
+                wide.setdefault(id(parameter), "default: reparametrised")
+            elif decided[owner][0] != "compute":
+                wide.setdefault(id(parameter), f"shared with {owner!r}")
         for full, parameter in model.named_parameters(remove_duplicate=False):
             double = parameter.dtype == torch.float64 or parameter.is_complex()
             if not parameter.is_floating_point() or compute == torch.float32:
@@ -250,13 +274,19 @@ class PrecisionPolicy:
             kind, reason = decided[name]
             own = [(f"{name}.{key}".lstrip("."), value) for key, value in module.named_parameters(recurse=False)]
             if own or (name in named and compute != torch.float32):
-                dtypes = {parameters.get(full, value.dtype) for full, value in own}
                 if compute == torch.float32:
                     kind, reason = "compute", "compute"
+                dtypes = {parameters[full] for full, _ in own}
                 dtype = dtypes.pop() if len(dtypes) == 1 else (torch.float32 if kind != "compute" else compute)
-                if kind == "compute" and dtype != compute:
-                    frozen = not any(value.requires_grad for _, value in own)
-                    reason = "frozen, as given" if frozen else "reparametrised, shared with an fp32 layer, or named"
+                if kind == "compute" and own and not any(value.requires_grad for _, value in own):
+                    reason = "frozen, as given" if dtype != compute else reason
+                elif kind == "compute" and compute != torch.float32:
+                    by_reason: dict[str, list[str]] = {}
+                    for full, value in own:
+                        if id(value) in wide:
+                            by_reason.setdefault(wide[id(value)], []).append(full.rpartition(".")[2])
+                    notes = [f"{', '.join(keys)} in float32, {why}" for why, keys in by_reason.items()]
+                    reason = "; ".join([reason, *notes])
                 layers.append(
                     LayerPlan(name, type(module).__name__, kind, dtype, reason, sum(value.numel() for _, value in own))
                 )
@@ -268,27 +298,32 @@ class PrecisionPolicy:
         if entry is not None:
             return "fp32", f"fp32 entry {_show(entry)}"
         last = name.rpartition(".")[2]
+        if self.fp32_defaults and any(fnmatchcase(last, glob) for glob in _EMBEDDINGS):
+            return "fp32", "default: embedding"
         # Inside a numbered list the name belongs to a block, and `proj_out` of a block is not the network's output.
         top_level = not any(part.isdigit() for part in name.split("."))
-        if self.fp32_defaults and top_level and any(fnmatchcase(last, glob) for glob in _EMBEDDINGS):
-            return "fp32", "default: embedding"
         if self.fp32_defaults and top_level and any(fnmatchcase(last, glob) for glob in _OUTPUTS):
             return "fp32", "default: output layer"
         if _is_norm(module):
             return "norm", "default: normalisation"
         if isinstance(module, _WIDE):
             return "fp32", "default: no mixed kernel"
+        if isinstance(module, nn.utils.parametrize.ParametrizationList):
+            return "fp32", "default: reparametrised"
+        if isinstance(module, nn.MultiheadAttention):  # computes with the weights of `out_proj`, which is never called
+            return self._decide(f"{name}.out_proj", module.out_proj, matched)
         return None
 
     def _match(self, name: str, module: nn.Module | None, matched: set[Entry]) -> Entry | None:
         """The first entry that names ``module`` (or, without one, a parameter); every entry that does is noted."""
         parts = name.split(".")
         names = [".".join(parts[start:]) for start in range(len(parts))]
-        names += (
-            [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)]
-            if module is not None
-            else []
-        )
+        if module is not None:
+            if next(module.children(), None) is None:
+                names += [f"{each}." for each in names]  # "head.*" where the head is a single layer
+            ours = __name__.partition(".")[0]  # a model that is being trained has classes made of ours
+            bases = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] != ours]
+            names += [base.__name__ for base in bases if base not in (nn.Module, object)]
         hits = [
             entry
             for entry in self.fp32
@@ -307,10 +342,12 @@ class PrecisionPolicy:
                 raise ValueError(
                     f"fp32 entry {entry.__name__} matches no module of this model, which has {', '.join(types)}."
                 )
-            known = dict.fromkeys([*owned, *(name.rpartition(".")[2] for name in owned), *types, *parameters])
-            bare = entry.replace(".*", "").strip("*")
+            names = [*owned, *(name.rpartition(".")[2] for name in owned), *types, *parameters]
+            known = {name.lower(): name for name in reversed(names)}
+            bare = entry.replace(".*", "").strip("*").lower()
             near = difflib.get_close_matches(bare, known, n=4, cutoff=0.5)
-            near = near or difflib.get_close_matches(bare.rpartition(".")[2], known, n=4, cutoff=0.5) or list(known)[:8]
+            near = near or difflib.get_close_matches(bare.rpartition(".")[2], known, n=4, cutoff=0.5)
+            near = [known[each] for each in near] or list(dict.fromkeys(names))[:8]
             raise ValueError(
                 f"fp32 entry {entry!r} matches no module, class or parameter of this model. "
                 f"Did you mean {' or '.join(map(repr, near))}? A glob may leave out leading parts of a name."
@@ -330,14 +367,12 @@ def _is_norm(module: nn.Module) -> bool:
     return leaf and not parametrization and re.search(r"norm\w{0,2}$", type(module).__name__.lower()) is not None
 
 
-def _is_reparametrised(name: str, module: nn.Module) -> bool:
-    """Whether the module's own parameters only make up its weight: spectral, weight and orthogonal normalisation.
+def _is_reparametrised(module: nn.Module) -> bool:
+    """Whether hooks make the module's weight of its own parameters: spectral and weight normalisation of old.
 
-    Their iterations and matrix functions need fp32, and mix parameters with fp32 buffers.
+    Their iterations need fp32, and mix parameters with fp32 buffers.
     """
-    hooks = module._forward_pre_hooks.values()
-    old_style = any(isinstance(hook, (_WeightNorm, _SpectralNorm)) for hook in hooks)
-    return old_style or isinstance(module, nn.utils.parametrize.ParametrizationList) or ".parametrizations." in name
+    return any(isinstance(hook, (_WeightNorm, _SpectralNorm)) for hook in module._forward_pre_hooks.values())
 
 
 def _show(entry: object) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
-from lightning_mixprec.layers import Fp32Layer, compute_context, restore_, swap_
+from lightning_mixprec.layers import Fp32Layer, compute_context, map_tensors, restore_, swap_
 
 
 class ReplayError(RuntimeError):
@@ -100,10 +100,10 @@ class Replayer:
         leaves: list[Tensor] = []
 
         def leaf(tensor: Tensor) -> Tensor:
-            fresh = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            if tensor.requires_grad:
-                leaves.append(fresh)
-            return fresh
+            if not tensor.requires_grad:
+                return tensor
+            leaves.append(tensor.detach().clone().requires_grad_())
+            return leaves[-1]
 
         def weight(param: nn.Parameter) -> Tensor:
             fresh = (self._value_of(param) if fp32 else param).detach().clone()
@@ -112,7 +112,7 @@ class Replayer:
             return fresh
 
         with torch.enable_grad():
-            fresh_args, fresh_kwargs = _replace(args, leaf), _replace(kwargs, leaf)
+            fresh_args, fresh_kwargs = map_tensors(args, leaf), map_tensors(kwargs, leaf)
             output = self._call(module, fresh_args, fresh_kwargs, weight, fp32=fp32)
             floats = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
             pairs = [
@@ -184,19 +184,6 @@ def _as_it_is(param: nn.Parameter) -> Tensor:
 
 def _widened(param: nn.Parameter) -> Tensor:
     return param.float() if param.dtype in (torch.float16, torch.bfloat16) else param
-
-
-def _replace(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every floating-point tensor exchanged, in tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return make(value) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(item, make) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_replace(item, make) for item in value)
-    if isinstance(value, dict):
-        return {key: _replace(item, make) for key, item in value.items()}
-    return value
 
 
 @contextmanager

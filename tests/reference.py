@@ -10,6 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+REPARAMETRISATIONS = [
+    nn.utils.spectral_norm,
+    nn.utils.weight_norm,
+    nn.utils.parametrizations.spectral_norm,
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.orthogonal,
+]
 HALF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,7 +40,7 @@ class TinyNet(nn.Module):
 def reference_forward(p: dict[str, Tensor], x: Tensor, t: Tensor, dtype: torch.dtype) -> Tensor:
     """TinyNet under the default policy, by hand; `p` holds 16-bit copies of conv_in and proj, the rest fp32."""
     h = F.conv2d(x.to(dtype), p["conv_in.weight"], p["conv_in.bias"], padding=1)
-    h = F.group_norm(h, 2, p["norm.weight"], p["norm.bias"])
+    h = F.group_norm(h.float(), 2, p["norm.weight"], p["norm.bias"]).to(dtype)
     emb = F.silu(F.linear(t, p["time_embedding.weight"], p["time_embedding.bias"]))
     h = F.silu(h) + F.linear(emb.to(dtype), p["proj.weight"], p["proj.bias"])[:, :, None, None]
     return F.conv2d(F.silu(h).float(), p["conv_out.weight"], p["conv_out.bias"], padding=1)

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from reference import TinyNet
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from reference import REPARAMETRISATIONS, TinyNet
 from torch import nn
 
 from lightning_mixprec import PrecisionPolicy
+from lightning_mixprec.layers import Fp32Layer, NormLayer, swap_
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -29,6 +32,26 @@ def test_defaults_follow_practice():
     }
     assert plan.kinds["net.norm"] == "norm"
     assert plan.kinds["net.conv_out"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (["time_embed", "label_emb"], ["out"]),  # ADM, Stable Diffusion
+        (["map_noise", "map_label", "map_layer0", "map_layer1"], ["out_norm", "out_conv"]),  # EDM
+        (["emb_noise", "emb_label"], ["out_conv"]),  # EDM2
+        (["t_embedder", "y_embedder"], ["final_layer"]),  # DiT
+        (["time_embedding", "class_embedding"], ["conv_norm_out", "conv_out"]),  # diffusers' U-Nets
+        (["time_mlp"], ["final_conv"]),  # denoising-diffusion-pytorch
+    ],
+)
+def test_defaults_know_the_names_that_are_in_use(inputs, outputs):
+    kept = {name: nn.Linear(2, 2) for name in (*inputs, *outputs)}
+    model = nn.ModuleDict({"model": nn.ModuleDict({"x_embedder": nn.Linear(2, 2), **kept})})
+    model["model"].add_module("blocks", nn.ModuleList([nn.ModuleDict({name: nn.Linear(2, 2) for name in outputs})]))
+    plan = PrecisionPolicy("bf16").resolve(model)
+    fp32 = {name for name, kind in plan.kinds.items() if kind == "fp32"}
+    assert fp32 == {f"model.{name}" for name in kept}
 
 
 def test_defaults_can_be_dropped_but_norms_stay():
@@ -63,9 +86,34 @@ def test_explicit_norm_entry_makes_its_activations_fp32_too():
 
 
 def test_parameters_can_be_named():
-    plan = PrecisionPolicy("bf16", fp32=["pos_embed"]).resolve(Wrapped())
-    assert plan.parameters["pos_embed"] == FP32
-    assert plan.parameters["net.proj.weight"] == BF16
+    """Stored in fp32, by themselves: the layer computes as before, and the table says so."""
+    plan = PrecisionPolicy("bf16", fp32=["pos_embed", "proj.bias"]).resolve(Wrapped())
+    assert plan.parameters["pos_embed"] == plan.parameters["net.proj.bias"] == FP32
+    assert plan.parameters["net.proj.weight"] == plan["net.proj"] == BF16
+    assert plan.kinds["net.proj"] == "compute"
+    rows = {line.split()[0]: line for line in str(plan).splitlines()}
+    assert rows["net.proj"].endswith("compute; bias in float32, fp32 entry 'proj.bias'")
+    assert rows["(root)"].endswith("compute; pos_embed in float32, fp32 entry 'pos_embed'")
+
+
+def test_parameters_in_lists_can_be_named():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+            self.scales = nn.ParameterDict({"a": torch.zeros(2)})
+
+    expected = {"tokens.0": BF16, "tokens.1": FP32, "scales.a": FP32}
+    assert PrecisionPolicy("bf16", fp32=["tokens.1", "scales"]).resolve(Tokens()).parameters == expected
+
+
+@pytest.mark.parametrize("entry", ["heads.out.*", "out.*", "heads.*"])
+def test_all_below_a_single_layer_is_that_layer(entry):
+    """`time_embedding.*` means the same for one layer as for several: computation, not storage alone."""
+    model = nn.ModuleDict({"heads": nn.ModuleDict({"out": nn.Linear(2, 2)}), "body": nn.Linear(2, 2)})
+    plan = PrecisionPolicy("bf16", fp32=[entry]).resolve(model)
+    assert plan.kinds["heads.out"] == "fp32"
+    assert plan.kinds["body"] == "compute"
 
 
 def test_shared_parameters_are_fp32_if_one_owner_is():
@@ -73,15 +121,34 @@ def test_shared_parameters_are_fp32_if_one_owner_is():
     model["head"].weight = model["embed"].weight
     plan = PrecisionPolicy("bf16", fp32=["head"]).resolve(model)
     assert plan.parameters == {"embed.weight": FP32, "head.weight": FP32}
-    assert "shared" in str(plan)
+    assert "shared with 'head'" in str(plan)
+
+
+@pytest.mark.parametrize("entry", ["first", "second"])
+def test_a_module_in_two_places_has_the_most_precise_kind(entry):
+    shared = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    model = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared), "third": nn.Linear(2, 2)})
+    plan = PrecisionPolicy("bf16", fp32=[entry]).resolve(model)
+    for place in ("first", "second"):
+        assert plan.kinds[f"{place}.0.0"] == plan.kinds[f"{place}.0.1"] == "fp32"
+    assert plan.kinds["third"] == "compute"
 
 
 def test_output_names_inside_numbered_blocks_are_not_the_output():
-    blocks = nn.ModuleList([nn.ModuleDict({"proj_out": nn.Linear(2, 2)})])
+    """Embeddings are, wherever they stand: DiT in diffusers keeps one in every block."""
+    blocks = nn.ModuleList([nn.ModuleDict({"proj_out": nn.Linear(2, 2), "timestep_embedder": nn.Linear(2, 2)})])
     model = nn.ModuleDict({"blocks": blocks, "proj_out": nn.Linear(2, 2)})
     plan = PrecisionPolicy("bf16").resolve(model)
     assert plan["blocks.0.proj_out"] == BF16
-    assert plan["proj_out"] == FP32
+    assert plan["proj_out"] == plan["blocks.0.timestep_embedder"] == FP32
+
+
+@pytest.mark.parametrize("entry", ["attn.out_proj", "*proj", nn.Linear, "attn.*"])
+def test_the_output_projection_of_an_attention_stands_for_the_attention(entry):
+    """Torch's attention computes with its weights and never calls it."""
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2), "other": nn.MultiheadAttention(4, 2).out_proj})
+    assert PrecisionPolicy("bf16", fp32=[entry]).resolve(model).kinds["attn"] == "fp32"
+    assert PrecisionPolicy("bf16", fp32=["other"]).resolve(model).kinds["attn"] == "compute"
 
 
 def test_foreign_norms_are_recognised_but_not_parametrizations():
@@ -108,16 +175,7 @@ def test_names_that_merely_sound_like_norms_are_left_alone():
     assert kinds == {"0": "compute", "1": "norm"}
 
 
-@pytest.mark.parametrize(
-    "reparametrise",
-    [
-        nn.utils.spectral_norm,
-        nn.utils.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.orthogonal,
-    ],
-)
+@pytest.mark.parametrize("reparametrise", REPARAMETRISATIONS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated.*")
 def test_reparametrised_weights_stay_fp32(reparametrise):
     """T22: power iterations and matrix functions need it."""
@@ -154,6 +212,9 @@ def test_the_table_shows_layer_dtype_reason_and_parameters():
         ("time_embeding", "time_embedding"),
         ("GroupNrm", "GroupNorm"),
         ("net.prj", "net.proj"),
+        ("groupnorm", "'GroupNorm'"),
+        ("CONV_OUT", "'conv_out'"),
+        ("nn.GroupNorm", "'GroupNorm'"),
         ("time_embeding.*", "time_"),
     ],
 )
@@ -162,15 +223,52 @@ def test_an_entry_that_matches_nothing_shows_near_misses(entry, near):
         PrecisionPolicy("bf16", fp32=[entry]).resolve(Wrapped())
 
 
+def test_a_model_that_is_being_trained_resolves_as_before():
+    model = Wrapped()
+    policy = PrecisionPolicy("bf16", fp32=["Conv*"])
+    before = policy.resolve(model)
+    swap_(model.net.norm, NormLayer, "cpu", BF16)
+    swap_(model.net.conv_in, Fp32Layer, "cpu", BF16)
+    assert str(policy.resolve(model)) == str(before)
+    with pytest.raises(ValueError, match="matches no module"):
+        PrecisionPolicy("bf16", fp32=["*Layer"]).resolve(model)
+
+
 def test_a_type_that_matches_nothing_lists_the_types():
     with pytest.raises(ValueError, match=r"LSTM.*Conv2d.*GroupNorm.*Linear"):
         PrecisionPolicy("bf16", fp32=[nn.LSTM]).resolve(TinyNet())
 
 
-@pytest.mark.parametrize("fp32", ["GroupNorm", nn.GroupNorm, [3], [""], [None], 5])
-def test_entries_of_the_wrong_form_are_refused(fp32):
-    with pytest.raises(ValueError, match="fp32"):
+@pytest.mark.parametrize(
+    ("fp32", "remedy"),
+    [
+        ("GroupNorm", r"Write fp32=\['GroupNorm'\]"),
+        (nn.GroupNorm, r"Write fp32=\[GroupNorm\]"),
+        ([3], "Write '3' for the layer of that name"),  # what Hydra makes of fp32=[3]
+        ([""], "class or a name"),
+        ([None], "class or a name"),
+        (5, "must be a list"),
+    ],
+)
+def test_entries_of_the_wrong_form_are_refused(fp32, remedy):
+    with pytest.raises(ValueError, match=rf"fp32.*{remedy}"):
         PrecisionPolicy("bf16", fp32=fp32)
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("[time_embedding.*,GroupNorm]", {"net.time_embedding", "net.norm"}),
+        ("[*.proj,net.conv_i?]", {"net.proj", "net.conv_in"}),
+        ("['net.[pn]*']", {"net.proj", "net.norm"}),
+        ("[_ConvNd]", {"net.conv_in", "net.conv_out"}),
+    ],
+)
+def test_entries_can_be_written_on_hydras_command_line(written, kept):
+    override = OverridesParser.create().parse_override(f"precision.policy.fp32={written}")
+    entries = OmegaConf.create({"fp32": override.value()}).fp32
+    plan = PrecisionPolicy("bf16", fp32=entries, fp32_defaults=False).resolve(Wrapped())
+    assert {name for name, kind in plan.kinds.items() if kind == "fp32"} == kept
 
 
 def test_unknown_compute_suggests():

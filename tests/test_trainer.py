@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reference import (
     HALF,
+    REPARAMETRISATIONS,
     TinyModule,
     assert_same,
     loader,
@@ -740,16 +741,7 @@ def small_fit(net, precision="bf16", rows=4, steps=3, make_optimizer=None, **kwa
 
 
 @pytest.mark.parametrize("precision", HALVES)
-@pytest.mark.parametrize(
-    "reparametrise",
-    [
-        nn.utils.spectral_norm,
-        nn.utils.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.orthogonal,
-    ],
-)
+@pytest.mark.parametrize("reparametrise", REPARAMETRISATIONS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated.*")
 def test_reparametrised_layers_follow_fp32(reparametrise, precision):
     """T22: buffers fp32 and finite, weights within rounding of a run in fp32."""
