@@ -52,6 +52,7 @@ from lightning_mixprec.questions import (
     called_directly,
     refuse_averaging,
     refuse_optimizers,
+    refuse_sharding,
     refuse_strategy,
     report,
     user_code_sees_gradients,
@@ -80,10 +81,10 @@ class MasterWeightPrecision(Precision):
 
     Pass it to the Trainer in place of ``precision=``. During ``fit`` the parameters of 16-bit layers are 16-bit
     tensors with fp32 masters behind them; ``state_dict``, checkpoints, the gradients that hooks see and the module
-    after ``fit`` are fp32. Runs on one device and under DDP, in automatic and manual optimization, with any number of
-    optimizers. In automatic optimization gradients are dropped after the step, which saves their memory. As in stock
-    Lightning, the last, incomplete accumulation window of an epoch is divided by ``accumulate_grad_batches`` like the
-    others, so its update is smaller.
+    after ``fit`` are fp32. Runs on one device, under DDP and FSDP2 (:func:`lightning_mixprec.sharding.shard_`), in
+    automatic and manual optimization, with any number of optimizers. In automatic optimization gradients are dropped
+    after the step, which saves their memory. As in stock Lightning, the last, incomplete accumulation window of an
+    epoch is divided by ``accumulate_grad_batches`` like the others, so its update is smaller.
 
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``
@@ -224,6 +225,7 @@ class MasterWeightPrecision(Precision):
         restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer
         refuse_strategy(trainer.strategy)
+        refuse_sharding(trainer.strategy, module, self.masters)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
@@ -606,7 +608,7 @@ class MasterWeightPrecision(Precision):
     def __str__(self) -> str:
         return (
             f"{type(self).__name__}({self.policy.compute!r}, masters={self.masters!r}), which trains under "
-            "strategy='auto' and strategy='ddp'"
+            "strategy='auto', strategy='ddp' and ModelParallelStrategy (FSDP2, lightning_mixprec.sharding)"
         )
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_mixprec.overflow import Verdict, Watch, first_nonfinite
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,31 @@ def refuse_strategy(strategy: Any) -> None:
     if foreign or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         raise MisconfigurationException(
             f"MasterWeightPrecision does not run under {type(strategy).__name__}, which owns its precision or shards "
-            "parameters. Use Trainer(strategy='ddp') on several devices, or strategy='auto' on one."
+            "parameters its own way. Use Trainer(strategy='ddp') on several devices, strategy='auto' on one, or FSDP2: "
+            "ModelParallelStrategy with lightning_mixprec.sharding.shard_ in configure_model."
+        )
+
+
+def refuse_sharding(strategy: Any, module: nn.Module, masters: str) -> None:
+    """Refuse FSDP2 that shards nothing, shards something else, or is asked for masters that it does not have."""
+    if not isinstance(strategy, ModelParallelStrategy):
+        return
+    if strategy.device_mesh["tensor_parallel"].size() > 1:
+        raise MisconfigurationException(
+            "MasterWeightPrecision shards over data alone, and ModelParallelStrategy has "
+            f"tensor_parallel_size={strategy.device_mesh['tensor_parallel'].size()}. Use "
+            "ModelParallelStrategy(data_parallel_size=<number of processes>, tensor_parallel_size=1)."
+        )
+    if not is_sharded(module):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.configure_model has sharded nothing, so no gradient would be exchanged. Call "
+            "lightning_mixprec.sharding.shard_(self, self.trainer.precision_plugin.policy, "
+            "self.device_mesh['data_parallel']) there."
+        )
+    if masters != "fp32":
+        raise MisconfigurationException(
+            f"masters={masters!r} is not available under FSDP2, where every rank keeps fp32 shards of all weights and "
+            "these are the masters. Use masters='fp32'."
         )
 
 

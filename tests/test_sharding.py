@@ -1,15 +1,16 @@
 """FSDP2 by policy, two processes over gloo. The file runs itself as the workers; the tests look at what they wrote."""
 
+import re
 import sys
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from launch import launch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from planted import Attention, Planted, batch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from planted import Attention, Net, Planted, batch
 from reference import TinyModule, TinyNet, loader, make_batches, make_trainer, reference_train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -171,8 +172,8 @@ def test_a_checkpoint_of_two_shards_is_plain(precision, runs):
             seen["moments"] = {index: entry["exp_avg"].clone() for index, entry in state.items()}
 
     module, plugin = Tiny(), plugin_for(precision)
-    trainer = make_trainer(plugin, max_epochs=2, callbacks=[AtStart(), ema])
-    trainer.fit(module, loader(make_batches(6)), ckpt_path=runs[1] / f"{precision}.ckpt", weights_only=False)
+    trainer = make_trainer(plugin, callbacks=[AtStart(), ema])
+    trainer.fit(module, Rest(make_batches(6), 3), ckpt_path=runs[1] / f"{precision}.ckpt", weights_only=False)
     for name, value in saved["state_dict"].items():
         assert torch.equal(seen["weights"][name], value), name
     for name, value in seen["averages"].items():
@@ -181,7 +182,7 @@ def test_a_checkpoint_of_two_shards_is_plain(precision, runs):
     assert len(moments) == len(seen["moments"]) == len(saved["state_dict"])
     for index, value in seen["moments"].items():
         assert torch.equal(moments[index]["exp_avg"], value), index
-    assert plugin.real_steps == 3 + 3 + 6
+    assert plugin.real_steps == 6
 
 
 @pytest.mark.parametrize("fault", ["declared", "auto"])
@@ -216,6 +217,17 @@ def test_shared_parameters_in_two_units_are_refused():
 
     with pytest.raises(ValueError, match=r"'blocks.0.weight' and 'blocks.1.weight' are one.*strategy='ddp'"):
         shard_(Net(), PrecisionPolicy("bf16"), mesh=None)
+
+
+@pytest.mark.parametrize("mistake", ["nothing", "tensor_parallel", "masters"])
+def test_what_would_not_train_is_refused(mistake, runs):
+    message = {
+        "nothing": "has sharded nothing.*shard_",
+        "tensor_parallel": "tensor_parallel_size=2.*data_parallel_size",
+        "masters": "masters='split' is not available under FSDP2.*masters='fp32'",
+    }[mistake]
+    for run in runs[0]:
+        assert re.search(message, run["refused", mistake]), run["refused", mistake]
 
 
 def test_an_unknown_reduce_dtype_is_refused():
@@ -313,6 +325,14 @@ def train_fault(fault):
     }
 
 
+class CheckpointedNet(Net):
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 class Built(Sharded, Planted):
     """Made in `configure_model`, as large models are."""
 
@@ -323,18 +343,20 @@ class Built(Sharded, Planted):
     def configure_model(self):
         if not self.sharded:
             torch.manual_seed(0)
-            if self.way == "meta":
-                with torch.device("meta"):
-                    self.net = type(self.net)()
+            with torch.device("meta" if self.way == "meta" else "cpu"):
+                self.net = (CheckpointedNet if self.way == "checkpointing" else Net)()
             super().configure_model()
 
-    def training_step(self, batch, batch_idx):
-        if self.way != "checkpointing":
-            return super().training_step(batch, batch_idx)
-        x = self.net.stem(batch[0])
-        for block in self.net.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return F.mse_loss(self.net.head(x).float(), batch[1])
+
+def refused(mistake):
+    strategy = fsdp2(data_parallel_size=1, tensor_parallel_size=2) if mistake == "tensor_parallel" else fsdp2()
+    module = Tiny()
+    module.sharded = mistake == "nothing"
+    plugin = MasterWeightPrecision("bf16", masters="split" if mistake == "masters" else "fp32")
+    try:
+        make_trainer(plugin, strategy=strategy, devices=2).fit(module, loader(make_batches(2)))
+    except MisconfigurationException as error:
+        return str(error)
 
 
 def train_built(way):
@@ -361,4 +383,6 @@ if __name__ == "__main__":
         results["fault", fault] = train_fault(fault)
     for way in ("meta", "checkpointing"):
         results[way] = train_built(way)
+    for mistake in ("nothing", "tensor_parallel", "masters"):
+        results["refused", mistake] = refused(mistake)
     torch.save(results, directory / f"rank{torch.distributed.get_rank()}.pt")
