@@ -270,7 +270,8 @@ class Bucket:
         width = 64 if words.numel() > 4096 else 1
         rows = words.numel() // width
         sums = words[: rows * width].view(rows, width).sum(1)
-        return torch.dot(sums, _odd_numbers(rows, words.device)) + words[rows * width :].sum()
+        # Not torch.dot, which has no integers on CUDA.
+        return sums.mul_(_odd_numbers(rows, words.device)).sum() + words[rows * width :].sum()
 
     def _span(self, index: int) -> slice:
         return slice(self.starts[index], self.starts[index] + self.params[index].numel())
