@@ -414,6 +414,19 @@ def test_edits_are_adopted_and_untouched_elements_keep_their_bits(rung, edit):
     assert (masters.read(weight) - after).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("shape", [(64, 32), (2**14, 32), (300, 1024)])
+def test_whatever_is_moved_within_a_bucket_is_noticed(shape):
+    """The fingerprint of a large bucket adds up words that are far apart: no swap of rows may hide in it."""
+    weight = nn.Parameter(torch.randn(shape))
+    bucket = Bucket([weight], [weight.detach().clone()], BF16, "fp32")
+    neighbours = lambda w: w.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)  # noqa: E731
+    for swap in (neighbours, lambda w: w.flip(0), lambda w: w.flip(1), lambda w: w.roll(len(w) // 2, 0)):
+        weight.data.copy_(swap(weight.data))
+        written = weight.detach().clone()
+        bucket.adopt()
+        assert torch.equal(rounded(bucket.values_of(0), BF16), written)
+
+
 @pytest.mark.parametrize("rung", ["fp32", "split"])
 def test_load_state_dict_brings_all_fp32_bits(rung):
     net, *_ = make(rung, ANY["SGD"])
