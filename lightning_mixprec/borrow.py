@@ -268,14 +268,14 @@ class Borrower:
             self._homes.unscale_gradients(params, inverse_scale)
             lent = {param: self._show(param, bucket.view(values, bucket.index[param])) for param in params}
         else:
-            whole = nn.Parameter(values)
-            whole.grad = room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
+            room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
         if self.way == "kernel" and dense:
-            if flat_state is None:
-                fused_adam(group, list(lent.values()), [self.optimizer.state[param] for param in params])
+            if room is None or flat_state is None:
+                shown: list[Any] = list(lent.values())
+                fused_adam(group, shown, [each.grad for each in shown], [self.optimizer.state[each] for each in params])
                 self._hide(bucket, values, lent)
             else:
-                fused_adam(group, [whole], [flat_state])
+                fused_adam(group, [values], [room], [flat_state])
                 state.scatter(self.optimizer.state, flat_state)
             bucket.write(values, room)  # while it is in the cache
             scratch.reset(mark)
@@ -289,6 +289,8 @@ class Borrower:
                 self._put_back(lent.values())
                 self._hide(bucket, values, lent)
         else:
+            whole = nn.Parameter(values)
+            whole.grad = room
             if flat_state:
                 self.optimizer.state[whole] = flat_state
             try:
