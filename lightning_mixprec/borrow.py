@@ -34,7 +34,10 @@ from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
 _MANY = 64  # parameters in a bucket that are stepped as one tensor
-_CALL_ELEMENTS = 2**22  # fp32 values in one call of a flat or shaped step: twice 16 MiB of scratch
+# fp32 values in one call. Calls cost time of their own, but what a flat step has gathered should still be in the cache
+# when the optimizer comes to it, and what that has written when it is rounded.
+_CALL_ELEMENTS = 2**22
+_FLAT_CALL_ELEMENTS_ON_CPU = 2**20
 
 
 class Homes(Protocol):
@@ -226,7 +229,9 @@ class Borrower:
             own = layout.own
             buckets: list[tuple[Bucket, list[int]]] = []
             for bucket, places in layout.places.items():
-                if sum(each.numel for each, _ in buckets) + bucket.numel > _CALL_ELEMENTS and buckets:
+                in_cache = self.way == "flat" and bucket.half.device.type == "cpu"
+                limit = _FLAT_CALL_ELEMENTS_ON_CPU if in_cache else _CALL_ELEMENTS
+                if sum(each.numel for each, _ in buckets) + bucket.numel > limit and buckets:
                     yield [(group, own, buckets)]
                     own, buckets = [], []
                 buckets.append((bucket, places))
