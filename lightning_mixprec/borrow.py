@@ -34,7 +34,10 @@ from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
 _MANY = 64  # parameters in a bucket that are stepped as one tensor
-_CALL_ELEMENTS = 2**22  # fp32 values in one call of a flat or shaped step: twice 16 MiB of scratch
+# fp32 values in one call. Calls cost time of their own, but what a flat step has gathered should still be in the cache
+# when the optimizer comes to it, and what that has written when it is rounded.
+_CALL_ELEMENTS = 2**22
+_FLAT_CALL_ELEMENTS_ON_CPU = 2**20
 
 
 class Homes(Protocol):
@@ -233,7 +236,9 @@ class Borrower:
             own = layout.own
             buckets: list[tuple[Bucket, list[int]]] = []
             for bucket, places in layout.places.items():
-                if sum(each.numel for each, _ in buckets) + bucket.numel > _CALL_ELEMENTS and buckets:
+                in_cache = self.way == "flat" and bucket.half.device.type == "cpu"
+                limit = _FLAT_CALL_ELEMENTS_ON_CPU if in_cache else _CALL_ELEMENTS
+                if sum(each.numel for each, _ in buckets) + bucket.numel > limit and buckets:
                     yield [(group, own, buckets)]
                     own, buckets = [], []
                 buckets.append((bucket, places))
@@ -275,14 +280,14 @@ class Borrower:
             self._homes.unscale_gradients(params, inverse_scale)
             lent = {param: self._show(param, bucket.view(values, bucket.index[param])) for param in params}
         else:
-            whole = nn.Parameter(values)
-            whole.grad = room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
+            room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
         if self.way == "kernel" and dense:
-            if flat_state is None:
-                fused_adam(group, list(lent.values()), [self.optimizer.state[param] for param in params])
+            if room is None or flat_state is None:
+                shown: list[Any] = list(lent.values())
+                fused_adam(group, shown, [each.grad for each in shown], [self.optimizer.state[each] for each in params])
                 self._hide(bucket, values, lent)
             else:
-                fused_adam(group, [whole], [flat_state])
+                fused_adam(group, [values], [room], [flat_state])
                 state.scatter(self.optimizer.state, flat_state)
             bucket.write(values, room)  # while it is in the cache
             scratch.reset(mark)
@@ -296,6 +301,8 @@ class Borrower:
                 self._put_back(lent.values())
                 self._hide(bucket, values, lent)
         else:
+            whole = nn.Parameter(values)
+            whole.grad = room
             if flat_state:
                 self.optimizer.state[whole] = flat_state
             try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
@@ -23,18 +23,16 @@ def has_fused_kernel(optimizer: Optimizer) -> bool:
     return exact and all(group["fused"] and not group["differentiable"] for group in optimizer.param_groups)
 
 
-def fused_adam(group: dict[str, Any], params: list[nn.Parameter], states: list[dict[str, Any]]) -> None:
-    """Torch's fused Adam or AdamW on fp32 parameters, without the bookkeeping of ``optimizer.step``."""
-    for param, state in zip(params, states, strict=True):
+def fused_adam(group: dict[str, Any], values: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
+    """Torch's fused Adam or AdamW on fp32 values, without the bookkeeping of ``optimizer.step``."""
+    for value, state in zip(values, states, strict=True):
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
+            state["exp_avg"] = torch.zeros_like(value, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(value, requires_grad=False)
             if group["amsgrad"]:
-                state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
+                state["max_exp_avg_sq"] = torch.zeros_like(value, requires_grad=False)
     beta1, beta2 = group["betas"]
-    values: list[Any] = list(params)
-    grads: list[Any] = [param.grad for param in params]
     adam(
         values,
         grads,

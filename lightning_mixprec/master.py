@@ -33,6 +33,7 @@ from lightning_mixprec.shards import local
 from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
+_LARGE = 2**16  # elements of a gradient that is summed by itself
 
 
 class MasterWeights:
@@ -432,9 +433,24 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
         values = grad._values() if grad.is_sparse else grad
         by_dtype.setdefault(values.dtype, []).append(values)
     for tensors in by_dtype.values():
-        # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+        if device.type == "cpu":
+            tensors = _suspects(tensors)
+        if tensors:
+            # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
+
+
+def _suspects(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors on the CPU that have to be looked at exactly, because their sum does not show that they are finite.
+
+    A sum only reads, at the speed of memory, and is finite only if every term is; finite terms may overflow together.
+    Small tensors cost less in one call for all of them.
+    """
+    large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]
+    if large and bool(torch.stack([tensor.sum() for tensor in large]).isfinite().all()):
+        return [tensor for tensor in tensors if tensor.numel() < _LARGE]
+    return tensors
 
 
 def _make_fp32(param: nn.Parameter, value: Tensor) -> None:

@@ -52,8 +52,7 @@ def gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) 
     else:
         if not bucket.packed:
             out.zero_()
-        for view, grad in zip(bucket.views(out), grads, strict=True):
-            view.copy_(grad)
+        torch._foreach_copy_(bucket.views(out), grads)
     if bucket.used < out.numel():
         out[bucket.used :].zero_()
     if inverse_scale is not None:

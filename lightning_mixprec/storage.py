@@ -30,6 +30,9 @@ Masters: TypeAlias = Literal["fp32", "split", "split24", "none"]
 EXTRA_BITS: dict[str, int] = {"split": 16, "split24": 8, "none": 0}  # beside the 16 of the parameter
 
 _HALF_ULP = 0x8000  # of a bf16 number, in units of fp32's last bit
+# Words of a large bucket's fingerprint that are this many apart are added up before they are weighed. A prime, so that
+# what is moved by whole rows or tensors changes its column.
+_COLUMNS = 2039
 _ALIGNMENT = {"cpu": 1}  # elements between which parameters start; elsewhere 8, the 16 bytes that GPU kernels ask for
 
 
@@ -147,8 +150,13 @@ class Bucket:
         sizes = [param.numel() for param in self.params[:-1]]
         self.seamless = self.packed and all(size % 16 == 0 or size >= 2**16 for size in sizes)
         self.index = {param: place for place, param in enumerate(self.params)}
-        size = -(-size // 4) * 4  # whole 64-bit words, for the fingerprint
-        self.half = torch.zeros(size, dtype=dtype, device=device)
+        words = -(-size // 4)  # of 64 bits: what the fingerprint looks at, whole rows of them where there are many
+        size = 4 * words
+        columns = words if words < 2**16 else _COLUMNS
+        memory = torch.zeros(-(-words // columns) * columns * 4, dtype=dtype, device=device)
+        self.half = memory[:size]
+        self._words = memory.view(torch.int64).view(-1, columns)
+        self._weights = _odd_numbers(columns, device)
         self.master = torch.zeros(size, dtype=torch.float32, device=device) if masters == "fp32" else None
         self.rest: Tensor | None = None
         if masters in ("split", "split24"):
@@ -264,13 +272,10 @@ class Bucket:
     def _take_fingerprint(self) -> Tensor:
         """A number, int64 [], that depends on the parameters' bits and on where they stand: shows whether any changed.
 
-        Sums of 64-bit words over short rows, each row with an odd weight of its own: one pass at the speed of memory.
+        Sums over the columns of a table of 64-bit words, each with an odd weight of its own: one pass at the speed of
+        memory. Not by torch.dot, which has no integers on CUDA.
         """
-        words = self.half.view(torch.int64)
-        width = 64 if words.numel() > 4096 else 1
-        rows = words.numel() // width
-        sums = words[: rows * width].view(rows, width).sum(1)
-        return torch.dot(sums, _odd_numbers(rows, words.device)) + words[rows * width :].sum()
+        return self._words.sum(0).mul_(self._weights).sum()
 
     def _span(self, index: int) -> slice:
         return slice(self.starts[index], self.starts[index] + self.params[index].numel())
@@ -290,9 +295,15 @@ class Bucket:
                     self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
 
 
-@lru_cache(maxsize=8)
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, 2 * count, 2, device=device)
+    """Arbitrary odd numbers, always the same ones: int64 [count], a view of memory that buckets share."""
+    return _odd_numbers_of(2 ** (count - 1).bit_length(), device)[:count]
+
+
+@lru_cache
+def _odd_numbers_of(count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).bitwise_or_(1).to(device)
 
 
 def _layout(param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:

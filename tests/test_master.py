@@ -7,7 +7,7 @@ import torch
 from reference import rounded
 from torch import Tensor, nn
 
-from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.master import MasterWeights, found_nonfinite
 from lightning_mixprec.storage import Bucket, decode_, encode_, round_
 from recipes.benchmark_optimizer import live_bytes
 
@@ -412,6 +412,39 @@ def test_edits_are_adopted_and_untouched_elements_keep_their_bits(rung, edit):
     masters.step(optimizer, optimizer.step)
     assert weight.dtype == BF16
     assert (masters.read(weight) - after).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (2**14, 32), (300, 1024)])
+def test_whatever_is_moved_within_a_bucket_is_noticed(shape):
+    """The fingerprint of a large bucket adds up words that are far apart: no swap of rows may hide in it."""
+    weight = nn.Parameter(torch.randn(shape))
+    bucket = Bucket([weight], [weight.detach().clone()], BF16, "fp32")
+    neighbours = lambda w: w.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)  # noqa: E731
+    for swap in (neighbours, lambda w: w.flip(0), lambda w: w.flip(1), lambda w: w.roll(len(w) // 2, 0)):
+        weight.data.copy_(swap(weight.data))
+        written = weight.detach().clone()
+        bucket.adopt()
+        assert torch.equal(rounded(bucket.values_of(0), BF16), written)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nonfinite_gradients_are_found_wherever_they_are_and_large_ones_are_not_taken_for_them(dtype):
+    grads = [torch.randn(size).to(dtype) for size in (5, 2**16, 70_001, 0)]
+    assert not found_nonfinite(grads, torch.device("cpu")).item()
+    for grad in grads[:3]:
+        kept = grad.clone()
+        grad.fill_(torch.finfo(dtype).max)  # a sum would be infinite
+        assert not found_nonfinite(grads, torch.device("cpu")).item()
+        for place in (0, grad.numel() // 2, grad.numel() - 1):
+            for value in (float("inf"), -float("inf"), float("nan")):
+                before, grad[place] = grad[place].clone(), value
+                assert found_nonfinite(grads, torch.device("cpu")).tolist() == [1.0]
+                grad[place] = before
+        grad.copy_(kept)
+        grad[0], grad[-1] = float("inf"), -float("inf")
+        assert found_nonfinite(grads, torch.device("cpu")).tolist() == [1.0]
+        grad.copy_(kept)
+    assert not found_nonfinite(grads, torch.device("cpu")).item()
 
 
 @pytest.mark.parametrize("rung", ["fp32", "split"])
