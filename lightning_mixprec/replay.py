@@ -111,7 +111,7 @@ class Replayer:
             return fresh
 
         with torch.enable_grad():
-            fresh_args, fresh_kwargs = _replace(args, leaf), _replace(kwargs, leaf)
+            fresh_args, fresh_kwargs = map_floats(args, leaf), map_floats(kwargs, leaf)
             output = self._call(module, fresh_args, fresh_kwargs, weight, fp32=fp32)
             floats = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
             pairs = [
@@ -183,16 +183,21 @@ def _widened(param: nn.Parameter) -> Tensor:
     return param.float() if param.dtype in (torch.float16, torch.bfloat16) else param
 
 
-def _replace(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every floating-point tensor exchanged, in tuples, lists and dicts."""
+def map_floats(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every floating-point tensor exchanged, in tuples, lists and dicts.
+
+    Example:
+        >>> map_floats({"x": torch.ones(1), "t": 999}, torch.Tensor.half)
+        {'x': tensor([1.], dtype=torch.float16), 't': 999}
+    """
     if isinstance(value, Tensor):
         return make(value) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(item, make) for item in value))
+        return type(value)(*(map_floats(item, make) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_replace(item, make) for item in value)
+        return type(value)(map_floats(item, make) for item in value)
     if isinstance(value, dict):
-        return {key: _replace(item, make) for key, item in value.items()}
+        return {key: map_floats(item, make) for key, item in value.items()}
     return value
 
 
