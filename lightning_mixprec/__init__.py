@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch Lightning: fp32 master weights, loss scaling and per-layer fp32."""
 
+from lightning_mixprec.audit import audit
 from lightning_mixprec.callbacks import MasterWeightAveraging, PrecisionMonitor
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.precision import MasterWeightPrecision, NonFiniteGradientsError
@@ -13,4 +14,5 @@ __all__ = [
     "PrecisionMonitor",
     "PrecisionPlan",
     "PrecisionPolicy",
+    "audit",
 ]
