@@ -109,6 +109,7 @@ class Trial:
         self._device_type, self._compute = device_type, policy.compute_dtype
         self._limit = torch.finfo(self._compute).max
         self._masters = {param: param.detach().clone() for param in model.parameters()}
+        self._buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
         self._replayer = Replayer(device_type, self._compute, lambda param: self._masters[param])
         self._calls: list[Call] = []  # in the order of their ends: what is inside comes first
         self._seen: dict[tuple[str, int], tuple[list[torch.dtype], list[torch.dtype]]] = {}  # of inputs and outputs
@@ -219,6 +220,8 @@ class Trial:
         finally:
             for handle in handles:
                 handle.remove()
+            for buffer, value in self._buffers.items():  # statistics of values that were not finite would stay
+                buffer.data.copy_(value)
 
     # What a call shows
 

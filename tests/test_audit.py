@@ -287,6 +287,31 @@ def test_what_the_policy_keeps_in_fp32_is_not_blamed() -> None:
     assert yaml.safe_load(found.to_yaml())["policy"]["fp32"] == ["Attention", "GELU"]
 
 
+def test_code_that_refuses_what_is_not_finite_is_no_obstacle() -> None:
+    class Asserting(Task):
+        def training_step(self, batch, batch_idx):
+            output = self.net(batch)
+            assert output.isfinite().all(), "not finite"
+            return F.mse_loss(output.float(), batch)
+
+    torch.manual_seed(0)
+    found = audit(Asserting(Net(Attention(3000.0))), data())
+    assert list(found.recommended) == ["net.blocks.4"]
+    assert found.notes == []
+    assert found.loss == pytest.approx(found.loss_fp32, rel=2e-2)
+
+
+def test_values_made_in_training_step_are_noted() -> None:
+    class Scaling(Task):
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self.net.head(self.net.stem(batch) * 1e5).float() * 1e-5, batch)
+
+    found = audit(Scaling(Net()), data())
+    assert found.recommended == {}
+    assert "'net.head' is given values up to" in found.notes[0]
+    assert "x.float()" in found.notes[0]
+
+
 def test_code_that_no_policy_can_name_is_noted() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
