@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch Lightning: fp32 master weights, loss scaling and per-layer fp32."""
 
+from lightning_mixprec.audit import audit
 from lightning_mixprec.callbacks import MasterWeightAveraging, PrecisionMonitor
 from lightning_mixprec.fallback import FallbackLimitError, LayerFallback
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
@@ -16,4 +17,5 @@ __all__ = [
     "PrecisionMonitor",
     "PrecisionPlan",
     "PrecisionPolicy",
+    "audit",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from lightning_mixprec.layers import ComputeLayer, Fp32Layer, NormLayer, WidenedLayer, restore_, swap_
+from lightning_mixprec.layers import ComputeLayer, Fp32Layer, WidenedLayer, restore_, swap_, swap_layers_
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.storage import Masters
@@ -85,13 +85,7 @@ class Conversion:
 
     def _swap_layers(self) -> None:
         fp32 = WidenedLayer if self._sharded else Fp32Layer
-        kinds: dict[str, type[Fp32Layer | NormLayer]] = {"fp32": fp32, "norm": NormLayer}
-        for name, layer in self._model.named_modules(remove_duplicate=False):
-            kind = kinds.get(self.plan.kinds.get(name, "compute"))
-            if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
-                if not isinstance(layer, kind):
-                    restore_(layer, below=False)
-                swap_(layer, kind, self._device_type, self._policy.compute_dtype)
+        swap_layers_(self._model, self.plan.kinds, self._device_type, self._policy.compute_dtype, fp32)
 
     def share(self, layers: Sequence[str]) -> float:
         """Share of the model's parameters that would be 16-bit without ``layers`` in fp32."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -171,6 +171,37 @@ def swap_(
         if found is not None:
             module.__dict__["_mixprec_dtype"] = found
     return module
+
+
+def swap_layers_(
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    device_type: str,
+    compute: torch.dtype,
+    fp32: type[Fp32Layer] = Fp32Layer,
+) -> None:
+    """Swap every module below ``model`` that is not to compute like its surroundings, in place.
+
+    Args:
+        model: The model.
+        kinds: ``"fp32"``, ``"norm"`` or ``"compute"`` by qualified name, as a plan has them.
+        device_type: Type of the device it will run on.
+        compute: Compute dtype of the others.
+        fp32: The kind of fp32 layers.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1))
+        >>> swap_layers_(net, {"0": "fp32", "1": "norm"}, "cpu", torch.bfloat16)
+        >>> isinstance(net[0], Fp32Layer), isinstance(net[1], NormLayer)
+        (True, True)
+    """
+    classes: dict[str, type[_Swapped]] = {"fp32": fp32, "norm": NormLayer}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        kind = classes.get(kinds.get(name, "compute"))
+        if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
+            if not isinstance(layer, kind):
+                restore_(layer, below=False)
+            swap_(layer, kind, device_type, compute)
 
 
 def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:

@@ -200,7 +200,7 @@ class Watch:
     def _note_neighbour(self, name: str, output: Any) -> None:
         """Keep what stands beside a blamed layer: what ran before it, and what runs after it."""
         blamed = self._neighbour
-        if blamed is not None and not _is_within(name, blamed.layer) and not _is_within(blamed.layer, name):
+        if blamed is not None and not is_within(name, blamed.layer) and not is_within(blamed.layer, name):
             blamed.headroom[name] = _bits(float(largest(output)), self._compute)
             self._neighbour = None
         self._last = (name, largest(output))
@@ -213,7 +213,7 @@ class Watch:
 
     def _below_is_blamed(self, name: str, verdicts: Iterable[Verdict]) -> bool:
         """Without repair a container's output is not finite because of what is inside it."""
-        return not self._repair and any(_is_within(verdict.layer, name) for verdict in verdicts)
+        return not self._repair and any(is_within(verdict.layer, name) for verdict in verdicts)
 
     def _try_forward(self, name: str, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         size = largest((args, kwargs))
@@ -229,7 +229,7 @@ class Watch:
             return None
         finally:
             self._busy = False
-        if not _cures(output, better):
+        if not cures(output, better):
             self._note_cause(f"the output of {label}, from finite inputs of at most {float(size):.3g}")
             return None
         self._blame_forward(name, module, float(size), better)
@@ -247,14 +247,14 @@ class Watch:
             return None
         finally:
             self._busy = False
-        if self._is_fp32(name) or not _differ(narrow, wide):
+        if self._is_fp32(name) or not differ(narrow, wide):
             return None
         self._blame_forward(name, module, float(largest((args, kwargs))), wide, silent=True)
         return wide
 
     def _blame_forward(self, name: str, module: nn.Module, size: float, better: Any, *, silent: bool = False) -> None:
         beside = {}
-        if self._last is not None and not _is_within(self._last[0], name):
+        if self._last is not None and not is_within(self._last[0], name):
             beside = {self._last[0]: _bits(float(self._last[1]), self._compute)}
         kind = type(module).__name__
         verdict = Verdict(name, kind, "forward", self._compute, size, float(largest(better)), silent, headroom=beside)
@@ -301,7 +301,7 @@ class Watch:
         if not (visit.reached and visit.clean):
             return
         found = [*self.suspects_found, *(verdict.layer for verdict in self.verdicts)]
-        if any(_is_within(name, visit.name) for name in found):
+        if any(is_within(name, visit.name) for name in found):
             return
         if visit.call is None:
             self.suspects_found.append(visit.name)
@@ -401,11 +401,17 @@ def largest(value: Any) -> Tensor:
     return torch.stack(sizes).max() if sizes else torch.tensor(0.0)
 
 
-def _is_within(name: str, container: str) -> bool:
+def is_within(name: str, container: str) -> bool:
+    """Whether a module is ``container`` or below it, by their qualified names.
+
+    Example:
+        >>> is_within("net.fc1.act", "net.fc1"), is_within("net.fc10", "net.fc1")
+        (True, False)
+    """
     return f"{name}.".startswith(f"{container}.")
 
 
-def _cures(lost: Any, better: Any) -> bool:
+def cures(lost: Any, better: Any) -> bool:
     """Whether something that is not finite in ``lost`` is finite in ``better``."""
     pairs = zip(tensors_in(lost), tensors_in(better), strict=False)
     return any(
@@ -415,7 +421,7 @@ def _cures(lost: Any, better: Any) -> bool:
     )
 
 
-def _differ(narrow: Any, wide: Any) -> bool:
+def differ(narrow: Any, wide: Any) -> bool:
     """Whether some element is off by more than a tenth of the largest: no rounding does that."""
     pairs = zip(tensors_in(narrow), tensors_in(wide), strict=False)
     return any(

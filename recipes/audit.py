@@ -1,0 +1,140 @@
+"""Find the layers of a recipe that 16 bits would break, before training: `python -m recipes.audit [key=value]`.
+
+The network is trained for a few steps in fp32 on real batches, because an untrained one whose last layer is zero has
+no gradients, and then audited (`lightning_mixprec.audit`). The policy that comes out is written as an option of the
+group `precision`, beside a text for TensorBoard. It leaves out what training adds: loaders' workers, several devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.loggers import TensorBoardLogger
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from lightning_mixprec import audit
+from lightning_mixprec.audit import Audit
+from recipes import command_line
+from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
+from recipes.diffusion import DiffusionModule
+
+OPTION = "policy"
+"""Name of the option that is written: `precision=policy`."""
+
+
+def audit_recipe(config: dict[str, Any], output_dir: Path) -> Audit:
+    """Build what the configuration names, train it for a few steps, audit it, and write what was found.
+
+    Args:
+        config: Plain containers; the keys stand in `conf/audit.yaml`.
+        output_dir: The run's directory.
+
+    Raises:
+        ConfigError: Before anything is computed.
+    """
+    check_targets(config)
+    for key, least in (("seed", 0), ("steps", 0), ("batches", 1), ("samples", 1)):
+        if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < least:
+            raise ConfigError(f"{key}={config[key]} must be a whole number, at least {least}.")
+    plugin = build(config, "precision")
+    if plugin.policy.compute == "fp32":
+        raise ConfigError("precision=fp32 loses nothing to 16 bits. Write precision=fp16 or precision=bf16.")
+    L.seed_everything(config["seed"], verbose=False)
+    make_optimizer = build(config, "optimizer")
+    module = DiffusionModule(
+        net=build(config, "model"), objective=build(config, "objective"), optimizer=make_optimizer, seed=config["seed"]
+    )
+    module.to(config["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        plugin.policy.resolve(module)
+    except ValueError as error:
+        raise ConfigError(f"precision.policy: {error}") from error
+    with refusals(config, "optimizer"):
+        optimizer = module.make_optimizer()
+
+    data = build(config, "data")
+    data.setup("fit")
+    if not data.train_batches(world_size=1):
+        raise ConfigError(
+            f"data.batch_size={data.batch_size}: {len(data.train)} training samples do not fill one batch. "
+            f"Choose data.batch_size <= {len(data.train)}."
+        )
+    loader = itertools.chain.from_iterable(itertools.repeat(data.train_dataloader()))
+    needed = itertools.islice(loader, config["steps"] + config["batches"])
+    batches = [module.transfer_batch_to_device(batch, module.device, 0) for batch in needed]
+    for index, batch in enumerate(batches[: config["steps"]]):
+        optimizer.zero_grad()
+        module.training_step(batch, index).backward()
+        optimizer.step()
+
+    found = audit(
+        module,
+        batches[config["steps"] :],
+        policy=plugin.policy,
+        loss_scale=plugin.loss_scale,
+        optimizer=make_optimizer,
+        samples=config["samples"],
+    )
+    write(found, config, output_dir, plugin.masters)
+    return found
+
+
+def write(found: Audit, config: dict[str, Any], output_dir: Path, masters: str) -> None:
+    """Keep the policy where `--config-dir` finds it, and the table where TensorBoard does."""
+    path = output_dir / "precision" / f"{OPTION}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(found.to_yaml(masters))
+    logger = build(config, "logger") if config.get("logger") else None
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text("audit", found.to_markdown())
+        logger.finalize("success")
+
+
+def show(found: Audit) -> None:
+    """Print the table, as wide as it is, with the layers that must be fp32 in red."""
+    header, *rows = found.table()
+    words = {header[0], header[1], header[2], header[-1]}
+    table = Table(box=None, pad_edge=False)
+    for name in header:
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row), style="red" if row[-1] else None)
+    console = Console()
+    console.width = max(console.width, Measurement.get(console, console.options.update(width=10_000), table).maximum)
+    console.print(table)
+    print("\n".join(["", *found.summary()]))
+
+
+def command(output_dir: Path, overrides: list[str]) -> str:
+    """The command line that trains what was audited with what was found."""
+    own = ("steps=", "batches=", "samples=", "device=", "precision=", "precision.")
+    kept = [line for line in overrides if not line.lstrip("+~").startswith(own)]
+    return shlex.join(["python", "-m", "recipes.train", "--config-dir", str(output_dir), f"precision={OPTION}", *kept])
+
+
+@hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="audit")
+def main(cfg: DictConfig) -> None:
+    """What Hydra calls."""
+    output_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        found = audit_recipe(plain(cfg), output_dir)
+    except ConfigError as error:
+        fail(error)
+    show(found)
+    print(f"policy           {output_dir / 'precision' / f'{OPTION}.yaml'}")
+    print(f"to train with it {command(output_dir, list(HydraConfig.get().overrides.task))}")
+
+
+if __name__ == "__main__":
+    command_line.run(main, "audit")
