@@ -138,13 +138,14 @@ class Audit:
             *self.notes,
         ]
 
-    def to_yaml(self, masters: str = "fp32") -> str:
+    def to_yaml(self, masters: str = "fp32", fallback: str = "raise") -> str:
         """A Hydra node that builds the plugin with this policy, for ``conf/precision/NAME.yaml``.
 
         Its first loss scale is the one at which gradients were counted, or the suggested one if that is smaller.
 
         Args:
             masters: How the fp32 masters are stored.
+            fallback: What is to happen to layers that overflow later.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(1, 1))
@@ -168,6 +169,7 @@ class Audit:
             *(["  fp32:", *entries] if entries else ["  fp32: []"]),
             *([] if policy.fp32_defaults else ["  fp32_defaults: false"]),
             f"masters: {masters}",
+            *([] if fallback == "raise" else [f"fallback: {fallback}"]),
         ]
         if policy.compute == "fp16":
             lines += [

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -153,10 +153,10 @@ class Bucket:
         words = -(-size // 4)  # of 64 bits: what the fingerprint looks at, whole rows of them where there are many
         size = 4 * words
         columns = words if words < 2**16 else _COLUMNS
-        memory = torch.zeros(-(-words // columns) * columns * 4, dtype=dtype, device=device)
-        self.half = memory[:size]
-        self._words = memory.view(torch.int64).view(-1, columns)
-        self._weights = _odd_numbers(columns, device)
+        self._memory = torch.zeros(-(-words // columns) * columns * 4, dtype=dtype, device=device)
+        self._columns = columns
+        self._view_words()
+        self.half = self._memory[:size]
         self.master = torch.zeros(size, dtype=torch.float32, device=device) if masters == "fp32" else None
         self.rest: Tensor | None = None
         if masters in ("split", "split24"):
@@ -170,6 +170,19 @@ class Bucket:
         self._alias()
         self.write(flat, stochastic=False)
         self._ready = True
+
+    def _view_words(self) -> None:
+        self._words = self._memory.view(torch.int64).view(-1, self._columns)
+        self._weights = _odd_numbers(self._columns, self._memory.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the second view of the same memory, which torch.save (of a whole module) would refuse."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_words", "_weights")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With it."""
+        self.__dict__.update(state)
+        self._view_words()
 
     @property
     def numel(self) -> int:

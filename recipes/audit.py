@@ -23,7 +23,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from lightning_mixprec import audit
+from lightning_mixprec import MasterWeightPrecision, audit
 from lightning_mixprec.audit import Audit
 from recipes import command_line
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
@@ -86,15 +86,15 @@ def audit_recipe(config: dict[str, Any], output_dir: Path) -> Audit:
         optimizer=make_optimizer,
         samples=config["samples"],
     )
-    write(found, config, output_dir, plugin.masters)
+    write(found, config, output_dir, plugin)
     return found
 
 
-def write(found: Audit, config: dict[str, Any], output_dir: Path, masters: str) -> None:
+def write(found: Audit, config: dict[str, Any], output_dir: Path, plugin: MasterWeightPrecision) -> None:
     """Keep the policy where `--config-dir` finds it, and the table where TensorBoard does."""
     path = output_dir / "precision" / f"{OPTION}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.to_yaml(masters))
+    path.write_text(found.to_yaml(plugin.masters, fallback="raise" if plugin.fallback == "raise" else "auto"))
     logger = build(config, "logger") if config.get("logger") else None
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text("audit", found.to_markdown())
