@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from lightning_mixprec.norms import lean_norm
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -84,8 +86,9 @@ class WidenedLayer(Fp32Layer):
 class NormLayer(_Swapped):
     """Normalisation with fp32 parameters and statistics whose result is in the compute dtype.
 
-    The activations are widened, and the fp32 result is rounded once. Only torch's own BatchNorm takes them as they are,
-    so that backward saves 16-bit activations: with fp32 parameters its kernels compute the same in fp32.
+    The activations are widened, and the fp32 result is rounded once. For backward torch's own GroupNorm, LayerNorm and
+    BatchNorm save 16-bit activations: the first two here (:mod:`lightning_mixprec.norms`), and BatchNorm because with
+    fp32 parameters its kernels take them as they are and compute the same.
 
     Example:
         >>> layer = swap_(nn.LayerNorm(4), NormLayer, "cpu", torch.bfloat16)
@@ -94,6 +97,7 @@ class NormLayer(_Swapped):
     """
 
     _is_batch_norm = False
+    _base_forward: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the original class; fp32 inside, compute dtype outside."""
@@ -103,6 +107,10 @@ class NormLayer(_Swapped):
         with torch.autocast(device_type, enabled=False):
             if self._is_batch_norm and self.weight is not None and len(args) == 1 and args[0].dtype == compute:
                 return super().forward(*args)
+            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == compute:
+                lean = lean_norm(self._base_forward, self, args[0])
+                if lean is not None:
+                    return lean
             result = _call_widened(super().forward, args, kwargs)
             return map_tensors(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
 
@@ -337,6 +345,7 @@ def _make_subclass(kind: Any, base: Any) -> Any:
     forward.__code__ = forward.__code__.replace()  # torch.compile counts recompilations of each code object
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     names["forward"] = forward
+    names["_base_forward"] = staticmethod(base.forward)
     names["_is_batch_norm"] = base.forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
     if issubclass(kind, ComputeLayer) and _has_dtype(base):
         names["dtype"] = property(lambda self: self.__dict__.get("_mixprec_dtype") or base.dtype.fget(self))

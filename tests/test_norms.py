@@ -1,0 +1,111 @@
+"""Norms that keep 16-bit activations for backward: the numbers of fp32 norms, in half the memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mixprec.layers import NormLayer, swap_
+
+MAKE = {
+    "group": lambda: nn.GroupNorm(2, 8),
+    "group without parameters": lambda: nn.GroupNorm(2, 8, affine=False),
+    "layer": lambda: nn.LayerNorm((8, 5, 5)),
+    "layer without bias": lambda: nn.LayerNorm(5, bias=False),
+}
+
+
+def swapped(name, dtype, device="cpu"):
+    norm = MAKE[name]()
+    with torch.no_grad():
+        for param in norm.parameters():
+            param.add_(torch.randn(param.shape))
+    return swap_(norm, NormLayer, device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", MAKE)
+def test_forward_and_backward_are_those_of_fp32_rounded_once(name, channels_last, dtype):
+    torch.manual_seed(0)
+    norm = swapped(name, dtype)
+    x = (torch.randn(3, 8, 5, 5) * 30 + 100).to(dtype)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    grad = torch.randn(3, 8, 5, 5).to(dtype)
+
+    plain = MAKE[name]()
+    plain.load_state_dict(norm.state_dict())
+    wide = x.detach().float().requires_grad_()
+    expected = plain(wide)
+    expected.backward(grad.float())
+
+    x.requires_grad_()
+    y = norm(x)
+    y.backward(grad)
+    assert torch.equal(y, expected.to(dtype))
+    assert torch.equal(x.grad, wide.grad.to(dtype))
+    for param, other in zip(norm.parameters(), plain.parameters(), strict=True):
+        assert param.grad.dtype == torch.float32
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-6)
+    assert y.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", ["group", "layer"])
+def test_backward_saves_two_bytes_for_an_activation(name):
+    norm, saved = swapped(name, torch.bfloat16), []
+    x = torch.randn(4, 8, 5, 5).bfloat16().requires_grad_()
+
+    def pack(tensor):
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(x)
+    small = sum(param.numel() * 4 for param in norm.parameters()) + 2 * 4 * 4 * 2  # parameters, means and deviations
+    assert sum(saved) <= x.numel() * 2 + small
+
+
+@pytest.mark.parametrize("name", ["group", "layer"])
+def test_gradients_of_gradients(name):
+    """A gradient penalty goes through; to rounding, what fp32 gives."""
+    torch.manual_seed(0)
+    norm = swapped(name, torch.bfloat16)
+    x = torch.randn(2, 8, 5, 5).bfloat16().requires_grad_()
+    (first,) = torch.autograd.grad(norm(x).float().pow(2).sum(), x, create_graph=True)
+    first.float().pow(2).sum().backward()
+
+    plain = MAKE[name]()
+    plain.load_state_dict(norm.state_dict())
+    wide = x.detach().float().requires_grad_()
+    (other,) = torch.autograd.grad(plain(wide).pow(2).sum(), wide, create_graph=True)
+    other.pow(2).sum().backward()
+    error = (norm.weight.grad - plain.weight.grad).norm() / plain.weight.grad.norm()
+    assert error < 0.02
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("name", ["group", "layer"])
+def test_compiled_in_one_graph(name):
+    torch.manual_seed(0)
+    norm = swapped(name, torch.bfloat16)
+    x = torch.randn(2, 8, 5, 5).bfloat16()
+    results = []
+    for function in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager")):
+        inputs = x.clone().requires_grad_()
+        y = function(inputs)
+        y.float().pow(2).sum().backward()
+        results.append((y.detach(), inputs.grad, norm.weight.grad.clone()))
+        norm.zero_grad()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_frozen_norm_and_inputs_without_gradient():
+    norm = swapped("group", torch.bfloat16).requires_grad_(False)
+    x = torch.randn(2, 8, 5, 5).bfloat16().requires_grad_()
+    norm(x).sum().backward()
+    assert x.grad is not None
+    assert norm.weight.grad is None
+    trained = swapped("group", torch.bfloat16)
+    trained(x.detach()).float().sum().backward()
+    assert trained.bias.grad is not None
