@@ -1,8 +1,9 @@
 """Mixed precision for PyTorch Lightning: fp32 master weights, loss scaling and per-layer fp32."""
 
 from lightning_mixprec.audit import audit
-from lightning_mixprec.callbacks import MasterWeightAveraging, PrecisionMonitor
+from lightning_mixprec.callbacks import MasterWeightAveraging
 from lightning_mixprec.fallback import FallbackLimitError, LayerFallback
+from lightning_mixprec.monitor import PrecisionMonitor
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.precision import MasterWeightPrecision, NonFiniteGradientsError
 from lightning_mixprec.scaler import DynamicLossScaler

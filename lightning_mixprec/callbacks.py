@@ -1,9 +1,8 @@
-"""Callbacks that need the fp32 truth or the step counters of the precision plugin.
+"""An average of the weights that needs the fp32 truth and the step counters of the precision plugin.
 
-Why they exist: an average of 16-bit weights never moves, an average taken on skipped steps decays at the wrong rate,
-and a run whose loss scale nobody watches dies unseen.
+Why it exists: an average of 16-bit weights never moves, and one taken on skipped steps decays at the wrong rate.
 
-Both work with any Precision plugin; without :class:`~lightning_mixprec.MasterWeightPrecision` every optimizer step
+It works with any Precision plugin; without :class:`~lightning_mixprec.MasterWeightPrecision` every optimizer step
 counts as real and the parameters are their own masters.
 """
 
@@ -14,10 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.precision import MasterWeightPrecision
@@ -190,63 +188,6 @@ class MasterWeightAveraging(WeightAveraging):
         source = checkpoint.get("averaged_state_dict", {})
         values = {name: value.float() for name, value in source.items() if name in trained}
         self.averages = {name: shard_like(value, trained[name]).clone() for name, value in values.items()}
-
-
-class PrecisionMonitor(Callback):
-    """Logs the vital signs of a low-precision run, to whatever logger the Trainer has, every ``log_every_n_steps``.
-
-    Scalars: ``mixprec/loss_scale`` (the scale used for that step), ``mixprec/skipped`` (1 if the step was skipped),
-    ``mixprec/skipped_total``, ``mixprec/consecutive_skips``, ``mixprec/real_steps``, ``mixprec/fp32_layers`` (how many
-    layers the fallback has moved) and ``mixprec/grad_norm`` (2-norm over all parameters of the last optimizer,
-    unscaled, before clipping, steps that happened only). Steps that are not logged cost nothing.
-
-    Example:
-        >>> import lightning as L
-        >>> trainer = L.Trainer(callbacks=PrecisionMonitor(), accelerator="cpu", logger=False)
-    """
-
-    def __init__(self) -> None:
-        self._scale_used: Tensor | None = None  # fp32 []
-        self._grad_norm: Tensor | None = None  # fp32 []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the scale that this batch will use."""
-        plugin = _plugin(pl_module)
-        self._scale_used = plugin.scaler.scale if plugin is not None else None
-        self._grad_norm = None
-
-    def looks_at_gradients(self, trainer: Trainer) -> bool:
-        """Whether this step's gradients are looked at: only then must they be made fp32 for it."""
-        return trainer._logger_connector.should_update_logs
-
-    @torch.no_grad()
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Take the norm of the unscaled fp32 gradients, if this step is logged."""
-        if not self.looks_at_gradients(trainer):
-            return
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        self._grad_norm = torch.nn.utils.get_total_norm(grads)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log, if this step is logged."""
-        plugin = _plugin(pl_module)
-        if plugin is None or not self.looks_at_gradients(trainer):
-            return
-        values = {
-            "loss_scale": self._scale_used,
-            "skipped": plugin.step_was_skipped,
-            "skipped_total": plugin.skipped_steps,
-            "consecutive_skips": plugin.consecutive_skips,
-            "real_steps": plugin.real_steps,
-            "fp32_layers": len(plugin.fp32_layers),
-            "grad_norm": self._grad_norm,
-        }
-        # Straight to the loggers: `self.log` would repeat the last norm for a step that has none.
-        metrics = {f"mixprec/{name}": float(value) for name, value in values.items() if value is not None}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _plugin(pl_module: LightningModule) -> MasterWeightPrecision | None:

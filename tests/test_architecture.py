@@ -17,6 +17,8 @@ TORCH_ONLY = {
     "overflow": {"replay", "shards"},
     "inside": {"replay"},
     "fallback": set(),
+    "layer_stats": {"formats", "replay", "shards"},
+    "health": {"layer_stats"},
     "conversion": {"layers", "master", "policy", "storage"},
     "diagnosis": {"inside", "overflow", "replay", "scaler"},
     "formats": set(),
