@@ -976,17 +976,11 @@ def test_precision_and_plugin_at_once():
 
 
 def test_foreign_strategies_are_refused_naming_the_alternative():
-    """T63: FSDP1 at Trainer construction; others before any weight changes."""
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    """T63: FSDP1 at Trainer construction; what FSDP2 needs is in test_sharding.py."""
+    from lightning.pytorch.strategies import FSDPStrategy
 
     with pytest.raises(TypeError, match=r"FSDP.*MasterWeightPrecision\('bf16'.*strategy='ddp'"):
         FSDPStrategy(precision_plugin=MasterWeightPrecision("bf16"))
-    strategy = ModelParallelStrategy()
-    module = make_module()
-    module._trainer = type("T", (), {"strategy": strategy, "training": True, "callbacks": []})()
-    with pytest.raises(MisconfigurationException, match=r"ModelParallelStrategy.*strategy='ddp'"):
-        MasterWeightPrecision("bf16").convert_module(module)
-    assert {param.dtype for param in module.parameters()} == {torch.float32}
 
 
 def test_trainer_reports_the_real_mode():
