@@ -66,8 +66,8 @@ class Conversion:
         masters: Masters | None,
         entrances: Iterable[nn.Module],
     ) -> None:
-        known = dict(model.named_modules())
-        self.fp32_layers = [layer for layer in fp32_layers if layer in known]
+        known = _by_plain_name(model)
+        self.fp32_layers = [known[name] for name in map(_plain, fp32_layers) if name in known]
         self.plan: PrecisionPlan = policy.resolve(model, also_fp32=self.fp32_layers)
         self.masters: MasterWeights | None = None
         self._model, self._policy, self._device_type = model, policy, device_type
@@ -96,9 +96,9 @@ class Conversion:
 
     def move_to_fp32(self, layers: Iterable[str]) -> None:
         """Have ``layers`` compute in fp32 from here on, too. Between two steps only: no graph may be alive."""
-        known = dict(self._model.named_modules())
-        new = [layer for layer in layers if layer in known and layer not in self.fp32_layers]
-        self.fp32_layers = [*self.fp32_layers, *new]
+        known = _by_plain_name(self._model)
+        new = [known[name] for name in map(_plain, layers) if name in known]
+        self.fp32_layers = list(dict.fromkeys([*self.fp32_layers, *new]))
         self.plan = self._policy.resolve(self._model, also_fp32=self.fp32_layers)
         self._swap_layers()
         if self.masters is not None:
@@ -112,6 +112,15 @@ class Conversion:
         _set(self._settings)
         self._settings = {}
         restore_(self._model)
+
+
+def _plain(name: str) -> str:
+    """A module's name whether it is compiled or not."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
+def _by_plain_name(model: nn.Module) -> dict[str, str]:
+    return {_plain(name): name for name, _ in model.named_modules() if name}
 
 
 def _set(settings: Mapping[str, Any]) -> dict[str, Any]:

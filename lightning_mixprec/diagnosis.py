@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.overflow import Verdict, Watch, nonfinite
-from lightning_mixprec.replay import Replayer
+from lightning_mixprec.replay import Replayer, without_hooks
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)
 
 _ROUTINE_SKIPS = 2  # in a row, with a finite loss and a scale that can still shrink
-_FEWEST, _MOST = 8, 64  # batches to watch after an overflow that is not routine
+_FEWEST, _MOST = 8, 512  # batches to watch after an overflow that is not routine
 
 
 class Diagnosis:
@@ -36,7 +36,7 @@ class Diagnosis:
 
     An overflow is routine if the loss was finite, the scale can shrink and is above 1, and no more than two batches in
     a row were skipped. After any other, the following batches are watched: 8 of them, or twice as many as the last
-    time if that was in vain, at most 64.
+    time if that was in vain, at most 512, for faults that come and go.
 
     Args:
         model: The model.
@@ -48,6 +48,7 @@ class Diagnosis:
 
     Attributes:
         watch: What watches the current batch, or None.
+        training_step: Set while one runs; calls of the network outside of it are looked at by themselves.
 
     Example:
         >>> replayer = Replayer("cpu", torch.float16)
@@ -69,6 +70,7 @@ class Diagnosis:
         repair: bool = False,
     ) -> None:
         self.watch: Watch | None = None
+        self.training_step = False
         self.in_fp32 = set(in_fp32)
         self._model, self._scaler, self._device, self._replayer = model, scaler, device, replayer
         self._repair = repair
@@ -76,7 +78,8 @@ class Diagnosis:
         self._always = scaler.max_consecutive_skips == 1
         self._attention = _FEWEST
         self._left = 0  # batches still to be watched
-        self._suspects: list[str] = []
+        self._suspects: set[str] = set()  # while batches are watched, and those of them that a trial has cleared
+        self._cleared: set[str] = set()
         self._inspect: list[str] = []  # modules that overflowed inside, to be compared with fp32
         self._acquitted: set[str] = set()  # of these, those for which it did not matter
         self._batches = 0
@@ -100,6 +103,7 @@ class Diagnosis:
                 in_fp32=self.in_fp32,
                 suspects=self._suspects,
                 inspect=self._inspect,
+                cleared=self._cleared,
                 repair=self._repair,
                 rescale=min(smallest / scale, 1.0),
             )
@@ -146,15 +150,15 @@ class Diagnosis:
             return []
         own, self._elsewhere = self._elsewhere, []
         if checkup is not None:
-            cleared = self._acquitted | self.in_fp32
-            self._inspect = [name for name in checkup.modules() if name not in cleared]
+            if self._batches % 1024 == 0:
+                self._acquitted.clear()
+            self._inspect = [name for name in checkup.modules() if name not in self._acquitted | self.in_fp32]
         if watch is not None:
             watch.stop()
             own = watch.verdicts + own
-            self._suspects = watch.suspects_found
-            guilty = [name for name in self._inspect if name in {verdict.layer for verdict in own}]
-            self._acquitted.update(set(self._inspect).difference(guilty))
-            self._inspect = guilty
+            self._suspects.update(watch.suspects_found)
+            self._cleared = watch.cleared
+            self._inspect = [name for name in self._inspect if name not in self.in_fp32]
         found = _agreed(own)
         self._plan_ahead(watched=watch is not None, good=not (found or skipped), found=bool(found))
         return found
@@ -171,6 +175,8 @@ class Diagnosis:
             self._left -= 1
             if not self._left:
                 self._attention = min(2 * self._attention, _MOST)
+                self._acquitted.update(self._inspect)
+                self._inspect, self._suspects, self._cleared = [], set(), set()
 
     def stop(self) -> None:
         """Remove every hook."""
@@ -184,7 +190,7 @@ class Diagnosis:
     # Validation, sampling, anything that calls the network without a backward to show the overflow
 
     def guard(self, networks: Iterable[tuple[str, nn.Module]]) -> None:
-        """Look at what ``networks`` return when they are called without gradients in evaluation mode."""
+        """Look at what ``networks`` return when they are called outside of training steps."""
         for prefix, network in networks:
             handle = network.register_forward_hook(_Sentinel(self, prefix), with_kwargs=True)
             self._sentinels.append(handle)
@@ -193,12 +199,13 @@ class Diagnosis:
         """A network's output outside of training: None if it is finite, or else what to return in its place."""
         if not bool(nonfinite(output)) or self._replayer.compute == torch.float32:
             return None
-        watch = Watch(network, self._replayer, in_fp32=self.in_fp32, repair=self._repair, prefix=prefix)
-        try:
-            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-                better = network(*args, **kwargs)
-        finally:
-            watch.stop()
+        with without_hooks(network):  # they have been called
+            watch = Watch(network, self._replayer, in_fp32=self.in_fp32, repair=self._repair, prefix=prefix)
+            try:
+                with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+                    better = network(*args, **kwargs)
+            finally:
+                watch.stop()
         known = {verdict.layer for verdict in self._elsewhere}
         self._elsewhere += [replace(v, training=False) for v in watch.verdicts if v.layer not in known]
         for verdict in watch.verdicts:
@@ -209,11 +216,15 @@ class Diagnosis:
         """Name a layer that overflows, once."""
         if verdict.layer not in self._warned:
             self._warned.add(verdict.layer)
+            remedy = (
+                "it computes in fp32 once this has happened again" if self._repair else "fallback='auto' moves it there"
+            )
             log.warning(
-                "Overflow %s in %s. PrecisionPolicy(fp32=[%r]) keeps it in fp32; fallback='auto' moves it there.",
+                "Overflow %s in %s. PrecisionPolicy(fp32=[%r]) keeps it in fp32; %s.",
                 where,
                 verdict,
                 verdict.layer,
+                remedy,
             )
 
 
@@ -226,7 +237,7 @@ class _Sentinel:
     def __call__(self, network: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._diagnosis is None or torch.compiler.is_compiling():
             return None
-        if network.training or torch.is_grad_enabled():
+        if self._diagnosis.training_step:
             return None
         diagnosis, self._diagnosis = self._diagnosis, None  # the network is called again inside
         try:

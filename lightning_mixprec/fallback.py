@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+_PATIENCE = 4  # batches in a row in which more overflows than may be moved
+
 
 class FallbackLimitError(RuntimeError):
     """So many layers overflow that moving them to fp32 would no longer be a fallback.
@@ -24,6 +26,9 @@ class FallbackLimitError(RuntimeError):
 
 class LayerFallback:
     """Counts strikes against layers, and bounds how much of a model may be moved to fp32.
+
+    A batch in which more overflows than may be moved is no evidence against a layer, but against the batch; only if it
+    happens four times in a row is the model beyond help.
 
     Args:
         strikes: Batches (or calls outside of training) that must show a layer's overflow before it is moved. The
@@ -51,10 +56,12 @@ class LayerFallback:
         self.max_layers = max_layers
         self.max_share = float(max_share)
         self.counts: Counter[str] = Counter()
+        self.beyond = 0  # batches in a row that exceeded the bounds
 
     def reset(self) -> None:
         """Forget all strikes: a new run."""
         self.counts.clear()
+        self.beyond = 0
 
     def strike(self, layers: Iterable[str]) -> list[str]:
         """One batch's evidence: count it, and return those of ``layers`` that have reached the limit."""
@@ -69,19 +76,24 @@ class LayerFallback:
         """Whether ``layers``, with this share of the model's parameters, may be in fp32."""
         return len(layers) <= self.max_layers and share <= self.max_share
 
-    def check(self, layers: Collection[str], share: float) -> None:
+    def check(self, layers: Collection[str], share: float) -> bool:
         """Refuse to have more than :meth:`allows` in fp32.
 
         Raises:
-            FallbackLimitError: Names the layers and the argument that sets the bound.
+            FallbackLimitError: Names the layers and the argument that sets the bound, the fourth time in a row.
+
+        Returns:
+            Whether they may be moved.
         """
-        if self.allows(layers, share):
-            return
+        self.beyond = 0 if self.allows(layers, share) else self.beyond + 1
+        if self.beyond < _PATIENCE:
+            return self.beyond == 0
         raise FallbackLimitError(
             f"These layers overflow and would have to compute in fp32: {', '.join(layers)}. They are {len(layers)} "
             f"(allowed: max_layers={self.max_layers}) with {share:.0%} of the parameters (allowed: "
             f"max_share={self.max_share:g}), so the trouble is the model's or its learning rate's, not one layer's. "
-            "Train in bf16, or set LayerFallback(max_layers=..., max_share=...)."
+            "Train in bf16, or set LayerFallback(max_layers=..., max_share=...). If it is the code of one large module "
+            "that overflows, make that code a module of its own."
         )
 
     def __repr__(self) -> str:

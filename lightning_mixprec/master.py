@@ -190,6 +190,11 @@ class MasterWeights:
         Between two steps only, without gradients. Optimizers keep them, and their state.
         """
         self.adopt_edits()
+        params = list(params)
+        for param in params:
+            if param.dtype in _HALF and param not in self._stand_ins:  # frozen, as given
+                self._as_given.setdefault(param, param.data)
+                param.data = param.data.float()
         leaving = [param for param in params if param in self._stand_ins]
         values = {param: self.peek(param).clone() for param in leaving}
         buckets = {self._homes[param][0] for param in leaving if param in self._homes}

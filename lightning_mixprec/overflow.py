@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
 from lightning_mixprec.shards import local
 
+# Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
+_LARGE_GRADIENT = 0.125
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -60,13 +63,15 @@ class Verdict:
         what = "its output" if self.direction == "forward" else "a gradient it made"
         source = "inputs" if self.direction == "forward" else "gradients"
         if self.silent:
-            how = f"was finite but wrong, as something inside it overflowed {dtype}: at most {self.largest:.3g} in fp32"
+            how = f"was finite but wrong, as something inside it left the range of {dtype}: at most {self.largest:.3g} in fp32"
         elif self.direction == "forward" and self.largest_input > limit:
             how = f"was not finite, as what enters it does not fit {dtype}, which ends at {limit:g}"
         elif self.largest > limit:
             how = f"overflowed {dtype}, which ends at {limit:g}: {self.largest:.3g} in fp32"
         else:
-            how = f"was not finite, as something inside it overflowed {dtype}: at most {self.largest:.3g} in fp32"
+            how = (
+                f"was not finite, as something inside it left the range of {dtype}: at most {self.largest:.3g} in fp32"
+            )
         text = f"{self.layer!r} ({self.type_name}): {what} {how}, from {source} of at most {self.largest_input:.3g}"
         if self.headroom:
             text += "; headroom beside it: " + ", ".join(f"{k!r} {v:.1f} bits" for k, v in self.headroom.items())
@@ -103,11 +108,13 @@ class Watch:
             (and shows what else does not fit).
         rescale: What gradients are multiplied by for the trial: they carry the loss scale, and a gradient that is
             finite at a smaller scale is not a reason for fp32.
+        cleared: Names of suspects that a trial has cleared.
         prefix: Qualified name of ``model``, if that is a part of something; then it is watched itself.
 
     Attributes:
         verdicts: What was found, in the order of its finding; at most one for each layer.
         suspects_found: Names of modules to try in backward next time.
+        cleared: Names of suspects for which it was a matter of the loss scale.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU())
@@ -130,12 +137,15 @@ class Watch:
         inspect: Collection[str] = (),
         repair: bool = False,
         rescale: float = 1.0,
+        cleared: Collection[str] = (),
         prefix: str = "",
     ) -> None:
         self.verdicts: list[Verdict] = []
         self.suspects_found: list[str] = []
         self._in_fp32, self._suspects, self._inspect = set(in_fp32), set(suspects), set(inspect)
         self._repair, self._rescale = repair, rescale
+        self.cleared = set(cleared)
+        self._versions: dict[str, list[int]] = {}  # of the inputs of calls that have not ended
         self._replayer, self._compute = replayer, replayer.compute
         self._root_cause: str | None = None  # the first that is not finite and that fp32 would not help
         self._visits: dict[str, list[_Visit]] = {}
@@ -149,6 +159,8 @@ class Watch:
             if name:
                 hook = partial(self._after_forward, name, f"{name!r} ({type(module).__name__})")
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                enter = partial(self._before_forward, name)
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 for param in module.parameters(recurse=False):
                     owners.setdefault(param, []).append(name)
         for param, names in owners.items():
@@ -177,7 +189,17 @@ class Watch:
         """The first layer to blame, or else what fp32 would not help; None if all that was seen was finite."""
         return str(self.verdicts[0]) if self.verdicts else self._root_cause
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        return _blind_watch()
+
+    def __reduce__(self) -> Any:
+        return (_blind_watch, ())  # a copy of a model that is being watched is not
+
     # Forward
+
+    def _before_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._busy:
+            self._versions[name] = _versions((args, kwargs))
 
     def _after_forward(self, name: str, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._busy:
@@ -220,37 +242,53 @@ class Watch:
         if self._is_fp32(name):
             self._note_cause(f"the output of {label}, in fp32, from finite inputs of at most {float(size):.3g}")
             return None
+        if self._versions.get(name) != _versions((args, kwargs)):
+            self._note_cause(f"the output of {label}, which changes its inputs in place and cannot be called again")
+            return None
         try:
             self._busy = True
+            with torch.no_grad():  # not of somebody's hook
+                again = self._replayer.outputs(module, args, kwargs, fp32=False)
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._repair):
-                better = self._replayer.outputs(module, args, kwargs, fp32=True)
+                better = self._replayer.outputs(module, args, kwargs, fp32=True, keep=self._repair)
         except ReplayError as error:
             self._note_cause(f"the output of {label}, from finite inputs of at most {float(size):.3g} ({error})")
             return None
         finally:
             self._busy = False
-        if not cures(output, better):
-            self._note_cause(f"the output of {label}, from finite inputs of at most {float(size):.3g}")
+        if not (cures(output, better) and cures(again, better)):
+            if self._carries_it(output, None):  # with -inf alone, a mask is made
+                self._note_cause(f"the output of {label}, from finite inputs of at most {float(size):.3g}")
             return None
         self._blame_forward(name, module, float(size), better)
         return better
 
     def _compare(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The fp32 result, if the 16-bit one is far from it."""
+        """The fp32 result, if the 16-bit one, or what gradients it gives, is far from it."""
+        if self._is_fp32(name) or self._versions.get(name) != _versions((args, kwargs)):
+            return None
         try:
             self._busy = True
             with torch.no_grad():
                 narrow = self._replayer.outputs(module, args, kwargs, fp32=False)
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._repair):
-                wide = self._replayer.outputs(module, args, kwargs, fp32=True)
+                wide = self._replayer.outputs(module, args, kwargs, fp32=True, keep=self._repair)
+            # Behind a layer of zeros, or beside a large residual, only gradients tell.
+            if not differ(narrow, wide) and not self._gradients_differ(module, args, kwargs, wide):
+                return None
         except ReplayError:
             return None
         finally:
             self._busy = False
-        if self._is_fp32(name) or not differ(narrow, wide):
-            return None
         self._blame_forward(name, module, float(largest((args, kwargs))), wide, silent=True)
         return wide
+
+    def _gradients_differ(self, module: nn.Module, args: Any, kwargs: Any, like: Any) -> bool:
+        floats = [tensor for _, tensor in tensors_in(like) if tensor.is_floating_point()]
+        generator = torch.Generator().manual_seed(0)
+        grads = [torch.randn(tensor.shape, generator=generator).to(tensor.device) for tensor in floats]
+        one, other = (self._replayer.gradients(module, args, kwargs, grads, fp32=fp32) for fp32 in (False, True))
+        return not bool(nonfinite(other)) and (bool(nonfinite(one)) or differ(one, other))
 
     def _blame_forward(self, name: str, module: nn.Module, size: float, better: Any, *, silent: bool = False) -> None:
         beside = {}
@@ -298,7 +336,7 @@ class Watch:
 
     def _suspect(self, visit: _Visit) -> None:
         """The module was given finite gradients and took part in one that is not: try it, or remember it."""
-        if not (visit.reached and visit.clean):
+        if not (visit.reached and visit.clean) or visit.name in self.cleared:
             return
         found = [*self.suspects_found, *(verdict.layer for verdict in self.verdicts)]
         if any(is_within(name, visit.name) for name in found):
@@ -314,13 +352,17 @@ class Watch:
         label = f"{visit.name!r} ({type(visit.module).__name__})"
         places = range(max(visit.grad_outputs) + 1)
         grads = [visit.grad_outputs.get(place) for place in places]
-        grads = [None if grad is None else grad.float() * self._rescale for grad in grads]
+        # At a smaller scale a layer whose gradients are large anyway may be fine, and no other layer's vanish there.
+        most = float(largest(grads))
+        rescale = min(self._rescale, _LARGE_GRADIENT / most) if most > 0 else self._rescale
+        grads = [None if grad is None else grad.float() * rescale for grad in grads]
         size = largest(grads)
         try:
             self._busy = True
             narrow = self._replayer.gradients(visit.module, args, kwargs, grads, fp32=False)
             if not bool(nonfinite(narrow)):
-                return  # at a smaller loss scale it is fine
+                self.cleared.add(visit.name)  # at a smaller loss scale it is fine
+                return
             wide = self._replayer.gradients(visit.module, args, kwargs, grads, fp32=True)
         except ReplayError as error:
             self._note_cause(f"a gradient made by {label}, from finite ones of at most {float(size):.3g} ({error})")
@@ -343,6 +385,17 @@ class Watch:
     def _note_cause(self, cause: str) -> None:
         if self._root_cause is None and not self.verdicts:
             self._root_cause = cause
+
+
+def _blind_watch() -> Watch:
+    watch = object.__new__(Watch)
+    watch._busy = True
+    return watch
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor was written to; of inference tensors nobody keeps account."""
+    return [0 if tensor.is_inference() else tensor._version for _, tensor in tensors_in(value)]
 
 
 def first_nonfinite(model: nn.Module, batch: Any, watch: Watch | None) -> str:
@@ -422,13 +475,18 @@ def cures(lost: Any, better: Any) -> bool:
 
 
 def differ(narrow: Any, wide: Any) -> bool:
-    """Whether some element is off by more than a tenth of the largest: no rounding does that."""
-    pairs = zip(tensors_in(narrow), tensors_in(wide), strict=False)
-    return any(
-        bool((one.float() - other.float()).abs().max() > 0.1 * other.float().abs().max())
-        for (_, one), (_, other) in pairs
-        if one.is_floating_point() and one.shape == other.shape and one.numel()
-    )
+    """Whether some element is off by more than a tenth of the largest: no rounding does that.
+
+    Elements that are not finite in ``wide`` do not count: they are meant to be so.
+    """
+    for (_, one), (_, other) in zip(tensors_in(narrow), tensors_in(wide), strict=False):
+        if one.is_floating_point() and one.shape == other.shape and one.numel():
+            counts = torch.isfinite(other)
+            off = torch.where(counts, one.float() - other.float(), 0).abs()
+            size = torch.where(counts, other.float(), 0).abs().max()
+            if bool((~torch.isfinite(off) | (off > 0.1 * size)).any()):
+                return True
+    return False
 
 
 def _bits(size: float, dtype: torch.dtype) -> float:

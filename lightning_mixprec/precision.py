@@ -356,12 +356,14 @@ class MasterWeightPrecision(Precision):
         if self._diagnosis is not None and not self._ledger.window_open:
             self._diagnosis.begin_batch()
         assert self._diagnosis is not None
-        self._in_training_step = True
+        self._in_training_step = self._diagnosis.training_step = True
         try:
             with self.forward_context(), self._diagnosis.checkup():
                 yield
         finally:
             self._in_training_step = False
+            if self._diagnosis is not None:
+                self._diagnosis.training_step = False
         if not module.automatic_optimization:
             self._end_batch(module)
 
@@ -494,7 +496,9 @@ class MasterWeightPrecision(Precision):
         if stepped is None:
             return
         self._decided, self._nonfinite_loss = True, None
-        if skipped and self._buffers is not None:
+        watch = self._diagnosis.watch if self._diagnosis is not None else None
+        repaired = watch is not None and bool(watch.verdicts)  # the lost results have been in the statistics
+        if (skipped or repaired) and self._buffers is not None:
             self._buffers.restore_(only_nonfinite=stepped)
         hopeless, self._hopeless = self._hopeless, None
         if hopeless is not None:
@@ -510,8 +514,9 @@ class MasterWeightPrecision(Precision):
     def _diagnose(self, module: LightningModule) -> Diagnosis:
         assert self._conversion is not None
         repair = isinstance(self.fallback, LayerFallback)
-        value_of = self.master_weights.read if self.master_weights is not None else None
-        replayer = Replayer(self._device.type, self.compute_dtype, value_of)
+        masters = self.master_weights
+        read = None if masters is None else lambda param: masters.read(param).float()
+        replayer = Replayer(self._device.type, self.compute_dtype, read)
         diagnosis = Diagnosis(
             module, self.scaler, self._device, replayer, in_fp32=self._conversion.plan.fp32_modules, repair=repair
         )
@@ -528,13 +533,17 @@ class MasterWeightPrecision(Precision):
             for verdict in verdicts:
                 diagnosis.warn(verdict, "in a training step")
             return
-        due = self.fallback.strike(v.layer for v in verdicts if v.layer not in conversion.fp32_layers)
+        found = [verdict.layer for verdict in verdicts if verdict.layer not in conversion.fp32_layers]
+        layers = [*conversion.fp32_layers, *found]
+        share = conversion.share(layers)
+        if not any(verdict.training for verdict in verdicts):
+            if not self.fallback.allows(layers, share):
+                return  # named already, and repaired in every call; training goes well
+        elif not self.fallback.check(layers, share):
+            return
+        due = self.fallback.strike(found)
         if due:
             layers = [*conversion.fp32_layers, *due]
-            share = conversion.share(layers)
-            if not any(verdict.training for verdict in verdicts) and not self.fallback.allows(layers, share):
-                return  # named already, and repaired in every call; training goes well
-            self.fallback.check(layers, share)
             self._move_to_fp32(model, due)
             announce_fallback(model.trainer, [v for v in verdicts if v.layer in due], len(layers))
 
@@ -612,7 +621,10 @@ class MasterWeightPrecision(Precision):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.policy!r}, scaler={self.scaler!r}, masters={self.masters!r})"
+        return (
+            f"{type(self).__name__}({self.policy!r}, scaler={self.scaler!r}, masters={self.masters!r}, "
+            f"fallback={self.fallback!r})"
+        )
 
 
 def _trains(param: nn.Parameter) -> bool:

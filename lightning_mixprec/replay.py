@@ -4,22 +4,27 @@ Why it exists: that a value is not finite says nothing about its cause. Whether 
 shows when the same call on the same inputs is finite in fp32, and in no other way.
 
 What it leaves out: which calls are worth the time (:mod:`lightning_mixprec.overflow`). A replay leaves no trace: it
-writes to copies of buffers and gives random numbers back.
+works on copies of inputs and buffers, calls no hooks, and gives attributes and random numbers back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_mixprec.layers import Fp32Layer, compute_context, map_tensors, restore_, swap_
+
+_WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 
 
 class ReplayError(RuntimeError):
@@ -57,7 +62,9 @@ class Replayer:
         self._device_type = device_type
         self._value_of = value_of or _widened
 
-    def outputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, fp32: bool) -> Any:
+    def outputs(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, fp32: bool, keep: bool = False
+    ) -> Any:
         """What ``module(*args, **kwargs)`` returns; gradients through it reach the module's own parameters.
 
         Args:
@@ -65,6 +72,7 @@ class Replayer:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             fp32: Run the module, and everything below it, as fp32 layers.
+            keep: Leave what the call sets on the module's attributes: it takes the place of the call before.
 
         Raises:
             ReplayError: If the module synchronises over ranks, or fails when called this way.
@@ -74,7 +82,7 @@ class Replayer:
             through: Tensor = _Through.apply(param, self._value_of(param))
             return through
 
-        return self._call(module, args, kwargs, weight if fp32 else _as_it_is, fp32=fp32)
+        return self._call(module, args, kwargs, weight if fp32 else _as_it_is, fp32=fp32, keep=keep)
 
     def gradients(
         self,
@@ -128,7 +136,14 @@ class Replayer:
         return [grad for grad in found if grad is not None]
 
     def _call(
-        self, module: nn.Module, args: Any, kwargs: Any, weight: Callable[[nn.Parameter], Tensor], *, fp32: bool
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        weight: Callable[[nn.Parameter], Tensor],
+        *,
+        fp32: bool,
+        keep: bool = False,
     ) -> Any:
         if any(isinstance(each, nn.SyncBatchNorm) and each.training for each in module.modules()):
             raise ReplayError("SyncBatchNorm would wait for the other ranks")
@@ -137,12 +152,18 @@ class Replayer:
         held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
         held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
         devices = [torch.cuda.current_device()] if self._device_type == "cuda" else []
-        layers = _as_fp32_layers(module, self._device_type, self.compute) if fp32 else nullcontext()
-        with torch.random.fork_rng(devices=devices), compute_context(self._device_type, self.compute), layers:
-            try:
+        args, kwargs = map_tensors((args, kwargs), torch.clone)  # of which it may change some in place
+        try:
+            with ExitStack() as contexts:
+                contexts.enter_context(torch.random.fork_rng(devices=devices))
+                contexts.enter_context(compute_context(self._device_type, self.compute))
+                contexts.enter_context(_attributes(module, keep=keep))
+                contexts.enter_context(without_hooks(module))
+                if fp32:
+                    contexts.enter_context(_as_fp32_layers(module, self._device_type, self.compute))
                 return functional_call(module, held, tuple(args), dict(kwargs))
-            except Exception as error:  # whatever it is: a diagnosis must not end a run
-                raise ReplayError(f"{type(module).__name__} cannot be called again: {error}") from error
+        except Exception as error:  # whatever it is: a diagnosis must not end a run
+            raise ReplayError(f"{type(module).__name__} cannot be called again: {error}") from error
 
 
 class _Through(torch.autograd.Function):
@@ -187,9 +208,48 @@ def _widened(param: nn.Parameter) -> Tensor:
 
 
 @contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """No hook of anybody below ``module``, except for those that make a weight (weight and spectral normalisation).
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> handle = layer.register_forward_hook(lambda *_: print("called"))
+        >>> with without_hooks(layer):
+        ...     _ = layer(torch.ones(1, 1))
+    """
+    kept = {each: (each._forward_pre_hooks, each._forward_hooks) for each in module.modules()}
+    for each, (before, _) in kept.items():
+        each._forward_pre_hooks = OrderedDict(
+            (k, hook) for k, hook in before.items() if isinstance(hook, _WEIGHT_HOOKS)
+        )
+        each._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for each, (before, after) in kept.items():
+            each._forward_pre_hooks, each._forward_hooks = before, after
+
+
+@contextmanager
+def _attributes(module: nn.Module, *, keep: bool) -> Iterator[None]:
+    """Give back what a call sets on the modules: a cache, a counter, an auxiliary loss."""
+    held = {each: dict(each.__dict__) for each in module.modules()}
+    try:
+        yield
+    finally:
+        if not keep:
+            for each, attributes in held.items():
+                each.__dict__.clear()
+                each.__dict__.update(attributes)
+
+
+@contextmanager
 def _as_fp32_layers(module: nn.Module, device_type: str, compute: torch.dtype) -> Iterator[None]:
     """Let ``module`` and everything below it be what a policy with that module in ``fp32`` would make of them."""
-    found = [(each, each.__class__, each.__dict__.get("_mixprec")) for each in module.modules()]
+    found = [
+        (each, each.__class__, {key: value for key, value in each.__dict__.items() if key.startswith("_mixprec")})
+        for each in module.modules()
+    ]
     try:
         restore_(module)
         for each, _, _ in found:
@@ -197,8 +257,8 @@ def _as_fp32_layers(module: nn.Module, device_type: str, compute: torch.dtype) -
                 swap_(each, Fp32Layer, device_type, compute)
         yield
     finally:
-        for each, kind, mixprec in found:
+        for each, kind, marks in found:
             each.__class__ = kind
-            each.__dict__.pop("_mixprec", None)
-            if mixprec is not None:
-                each.__dict__["_mixprec"] = mixprec
+            for key in [key for key in each.__dict__ if key.startswith("_mixprec")]:
+                del each.__dict__[key]
+            each.__dict__.update(marks)
