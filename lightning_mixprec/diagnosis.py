@@ -216,16 +216,9 @@ class Diagnosis:
         """Name a layer that overflows, once."""
         if verdict.layer not in self._warned:
             self._warned.add(verdict.layer)
-            remedy = (
-                "it computes in fp32 once this has happened again" if self._repair else "fallback='auto' moves it there"
-            )
-            log.warning(
-                "Overflow %s in %s. PrecisionPolicy(fp32=[%r]) keeps it in fp32; %s.",
-                where,
-                verdict,
-                verdict.layer,
-                remedy,
-            )
+            again = "it moves there once this has happened again" if self._repair else "fallback='auto' moves it there"
+            text = "Overflow %s in %s. PrecisionPolicy(fp32=[%r]) keeps it in fp32; %s."
+            log.warning(text, where, verdict, verdict.layer, again)
 
 
 class _Sentinel:

@@ -63,15 +63,13 @@ class Verdict:
         what = "its output" if self.direction == "forward" else "a gradient it made"
         source = "inputs" if self.direction == "forward" else "gradients"
         if self.silent:
-            how = f"was finite but wrong, as something inside it left the range of {dtype}: at most {self.largest:.3g} in fp32"
+            how = f"was finite but wrong, as something inside left {dtype}: at most {self.largest:.3g} in fp32"
         elif self.direction == "forward" and self.largest_input > limit:
             how = f"was not finite, as what enters it does not fit {dtype}, which ends at {limit:g}"
         elif self.largest > limit:
             how = f"overflowed {dtype}, which ends at {limit:g}: {self.largest:.3g} in fp32"
         else:
-            how = (
-                f"was not finite, as something inside it left the range of {dtype}: at most {self.largest:.3g} in fp32"
-            )
+            how = f"was not finite, as something inside left {dtype}: at most {self.largest:.3g} in fp32"
         text = f"{self.layer!r} ({self.type_name}): {what} {how}, from {source} of at most {self.largest_input:.3g}"
         if self.headroom:
             text += "; headroom beside it: " + ", ".join(f"{k!r} {v:.1f} bits" for k, v in self.headroom.items())

@@ -508,6 +508,8 @@ class MasterWeightPrecision(Precision):
         self._ledger.noticed = False
         if verdicts:
             self._answer(model, verdicts)
+        elif isinstance(self.fallback, LayerFallback):
+            self.fallback.beyond = 0
 
     # Layers that overflow
 

@@ -180,7 +180,7 @@ class _Through(torch.autograd.Function):
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in containers and dataclasses, with where it stands.
+    """Every tensor in containers, dataclasses and attributes of other objects, with where it stands.
 
     Example:
         >>> [path for path, _ in tensors_in({"x": torch.ones(1), "more": [torch.ones(1)]})]
@@ -197,6 +197,11 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None), f"{path}.{field.name}")
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module) and not callable(value):
+        # Such as the distribution that an autoencoder returns; no deeper, for it may hold anything.
+        for name, item in vars(value).items():
+            if isinstance(item, Tensor):
+                yield f"{path}.{name}", item
 
 
 def _as_it_is(param: nn.Parameter) -> Tensor:
