@@ -44,6 +44,8 @@ class Replayer:
         compute: Compute dtype of the model.
         value_of: The fp32 value of a parameter, in its shape; by default the parameter, widened. A weight beyond the
             range of its 16-bit dtype is known there alone.
+        call_hooks: Whether hooks on the modules are called in a replay as well: for a model that has none but the
+            caller's.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False).half()
@@ -56,8 +58,14 @@ class Replayer:
     """
 
     def __init__(
-        self, device_type: str, compute: torch.dtype, value_of: Callable[[nn.Parameter], Tensor] | None = None
+        self,
+        device_type: str,
+        compute: torch.dtype,
+        value_of: Callable[[nn.Parameter], Tensor] | None = None,
+        *,
+        call_hooks: bool = False,
     ) -> None:
+        self._call_hooks = call_hooks
         self.compute = compute
         self._device_type = device_type
         self._value_of = value_of or _widened
@@ -158,7 +166,8 @@ class Replayer:
                 contexts.enter_context(torch.random.fork_rng(devices=devices))
                 contexts.enter_context(compute_context(self._device_type, self.compute))
                 contexts.enter_context(_attributes(module, keep=keep))
-                contexts.enter_context(without_hooks(module))
+                if not self._call_hooks:
+                    contexts.enter_context(without_hooks(module))
                 if fp32:
                     contexts.enter_context(_as_fp32_layers(module, self._device_type, self.compute))
                 return functional_call(module, held, tuple(args), dict(kwargs))

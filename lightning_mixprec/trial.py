@@ -110,7 +110,7 @@ class Trial:
         self._limit = torch.finfo(self._compute).max
         self._masters = {param: param.detach().clone() for param in model.parameters()}
         self._buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-        self._replayer = Replayer(device_type, self._compute, lambda param: self._masters[param])
+        self._replayer = Replayer(device_type, self._compute, lambda param: self._masters[param], call_hooks=True)
         self._calls: list[Call] = []  # in the order of their ends: what is inside comes first
         self._seen: dict[tuple[str, int], tuple[list[torch.dtype], list[torch.dtype]]] = {}  # of inputs and outputs
         self._unfit: dict[str, float] = {}  # modules that would be given what was lost on the way to them
