@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.master import MasterWeights, found_nonfinite, multiply_gradients
+from lightning_mixprec.reduction import GradientReduction
 from lightning_mixprec.scaler import DynamicLossScaler
 
 
@@ -32,6 +33,7 @@ class GradientLedger:
         masters: Master weights, or None if every parameter is fp32.
         device: Where flags live.
         accumulate_in_fp32: Widen 16-bit gradients before more is added to them. Not while a DDP reducer reads them.
+        reduction: What sums and averages gradients under DDP, in place of ``accumulate_in_fp32``.
         keep_gradients: Leave gradients in place after a step, as plain PyTorch does, until the user clears them (manual
             optimization). Otherwise they are dropped, which saves their memory until the next backward.
 
@@ -63,6 +65,7 @@ class GradientLedger:
         device: torch.device,
         *,
         accumulate_in_fp32: bool = True,
+        reduction: GradientReduction | None = None,
         keep_gradients: bool = False,
     ) -> None:
         self.optimizers = list(optimizers)
@@ -73,6 +76,7 @@ class GradientLedger:
         self._masters = masters
         self._device = device
         self._accumulate_in_fp32 = accumulate_in_fp32
+        self._reduction = reduction
         self._keep_gradients = keep_gradients
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
         self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
@@ -104,14 +108,18 @@ class GradientLedger:
                 true = [param for param in params if param not in self._scaled]
                 multiply_gradients(true, self.scaler.scale)
                 self._scaled.update(true)
-            if self._masters is not None:
+            if self._masters is not None and self._reduction is None:
                 if self._accumulate_in_fp32:
                     self._masters.accumulate_in_fp32(params)
                 else:
                     self._masters.narrow_gradients(params)
+        if self._reduction is not None:
+            self._reduction.put_aside()
 
     def after_backward(self) -> None:
         """Note non-finite gradients, before anybody can hide them."""
+        if self._reduction is not None:
+            self._reduction.bring_back()
         self._known.clear()
         for optimizer in self.optimizers:
             params = _with_gradients(optimizer)
@@ -229,11 +237,13 @@ class GradientLedger:
                 if not self.scaler.is_identity:
                     grad = grad * self.scaler.scale
                     self._scaled.add(param)
-                if not self._accumulate_in_fp32:
+                if not (self._accumulate_in_fp32 or self._reduction is not None):
                     grad = grad.to(param.dtype)
                 if grad.dtype != param.dtype:
-                    param.grad_dtype = None
-                param.grad = grad
+                    assert self._masters is not None
+                    self._masters.give_gradient(param, grad)
+                else:
+                    param.grad = grad
         self._pending.update(optimizer for optimizer in self.optimizers if self.has_gradients(optimizer))
 
     def _close(self, optimizer: Optimizer, drop: bool) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -50,12 +50,15 @@ from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.questions import (
     announce_fallback,
     called_directly,
+    reduces_gradients,
     refuse_averaging,
+    refuse_comm_hook,
     refuse_optimizers,
     refuse_strategy,
     report,
     user_code_sees_gradients,
 )
+from lightning_mixprec.reduction import GradientReduction, ReduceDtype
 from lightning_mixprec.replay import Replayer
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
@@ -98,6 +101,9 @@ class MasterWeightPrecision(Precision):
             help; nobody's precision changes unasked. ``"auto"``: a
             :class:`~lightning_mixprec.fallback.LayerFallback`, or one with your own bounds: the layer computes in
             fp32 from then on, is listed in :attr:`fp32_layers` and in checkpoints.
+        reduce_dtype: What gradients of 16-bit parameters are while they travel between the ranks of DDP: ``"compute"``,
+            the default, 16-bit, or ``"fp32"``, twice the bytes. Micro-batches are summed in fp32 in either case, unless
+            the strategy has a ``ddp_comm_hook`` of its own. Without effect on one device.
         count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
             stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
 
@@ -122,6 +128,7 @@ class MasterWeightPrecision(Precision):
         masters: Masters = "fp32",
         *,
         fallback: Literal["raise", "auto"] | LayerFallback = "raise",
+        reduce_dtype: ReduceDtype = "compute",
         count_skipped_steps: bool = False,
     ) -> None:
         self.policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)
@@ -136,11 +143,15 @@ class MasterWeightPrecision(Precision):
             )
         if not (fallback in ("raise", "auto") or isinstance(fallback, LayerFallback)):
             raise ValueError(f"Unknown fallback={fallback!r}. Choose 'raise', 'auto' or a LayerFallback(...).")
+        if reduce_dtype not in get_args(ReduceDtype):
+            choices = ", ".join(map(repr, get_args(ReduceDtype)))
+            raise ValueError(f"Unknown reduce_dtype={reduce_dtype!r}. Choose one of {choices}.")
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
         self.scaler = scaler
         self.masters = masters
         self.fallback = LayerFallback() if fallback == "auto" else fallback
+        self.reduce_dtype = reduce_dtype
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
         self.step_was_skipped = False
@@ -162,6 +173,7 @@ class MasterWeightPrecision(Precision):
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._overflowed: tuple[list[str], Tensor] = ([], torch.zeros(0))  # gradients of the last skip; bad or not
         self._conversion: Conversion | None = None
+        self._reduction: GradientReduction | None = None  # under DDP
         self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
 
@@ -223,6 +235,7 @@ class MasterWeightPrecision(Precision):
         restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer
         refuse_strategy(trainer.strategy)
+        refuse_comm_hook(trainer.strategy, self.reduce_dtype)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
@@ -261,6 +274,10 @@ class MasterWeightPrecision(Precision):
             # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
             self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
         self._diagnosis = self._diagnose(module)
+        self._reduction = None
+        if self.master_weights is not None and reduces_gradients(model, module.trainer.strategy):
+            self._reduction = GradientReduction(self.master_weights, self.reduce_dtype)
+            self._reduction.follow(model)
         if not optimizers:
             return model, optimizers, lr_schedulers
         self._ledger = GradientLedger(
@@ -269,6 +286,7 @@ class MasterWeightPrecision(Precision):
             self.master_weights,
             self._device,
             accumulate_in_fp32=not ddp,
+            reduction=self._reduction,
             keep_gradients=not module.automatic_optimization,
         )
         self._decided = True
@@ -292,7 +310,7 @@ class MasterWeightPrecision(Precision):
             self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
         self._hopeless = None
-        self._ledger = self._buffers = self._batch = self._nonfinite_loss = None
+        self._ledger = self._buffers = self._batch = self._nonfinite_loss = self._reduction = None
         if self._diagnosis is not None:
             self._diagnosis.stop()
             self._diagnosis = None
@@ -539,6 +557,8 @@ class MasterWeightPrecision(Precision):
         if self._diagnosis is not None:
             self._diagnosis.in_fp32 = self._conversion.plan.fp32_modules
         rebuild_wrapper(model.trainer.strategy)
+        if self._reduction is not None:
+            self._reduction.follow(cast(nn.Module, model.trainer.strategy.model))
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -41,6 +42,21 @@ def refuse_strategy(strategy: Any) -> None:
             f"MasterWeightPrecision does not run under {type(strategy).__name__}, which owns its precision or shards "
             "parameters. Use Trainer(strategy='ddp') on several devices, or strategy='auto' on one."
         )
+
+
+def refuse_comm_hook(strategy: Any, reduce_dtype: str) -> None:
+    """Refuse two communication hooks at once: DDP takes one."""
+    hook = getattr(strategy, "_ddp_comm_hook", None)
+    if hook is not None and reduce_dtype == "fp32":
+        raise MisconfigurationException(
+            f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and "
+            "MasterWeightPrecision(reduce_dtype='fp32') both decide how gradients travel. Leave one of them out."
+        )
+
+
+def reduces_gradients(model: nn.Module, strategy: Any) -> bool:
+    """Whether ``model``, which trains, is a DDP wrapper whose communication hook is still free."""
+    return isinstance(model, DistributedDataParallel) and getattr(strategy, "_ddp_comm_hook", None) is None
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], compute: str) -> None:

@@ -23,7 +23,8 @@ TORCH_ONLY = {
     "fused_adam": set(),
     "borrow": {"bucket_state", "fused_adam", "probe", "scratch", "storage"},
     "master": {"borrow", "storage"},
-    "ledger": {"master", "scaler"},
+    "reduction": {"master"},
+    "ledger": {"master", "reduction", "scaler"},
 }
 
 
