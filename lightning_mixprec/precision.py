@@ -58,7 +58,7 @@ from lightning_mixprec.questions import (
     report,
     user_code_sees_gradients,
 )
-from lightning_mixprec.reduction import GradientReduction, ReduceDtype
+from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.replay import Replayer
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
@@ -296,11 +296,11 @@ class MasterWeightPrecision(Precision):
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
         if not module.automatic_optimization:
             self._schedulers = [rest_over_skips(config.scheduler, self) for config in lr_schedulers]
-            if not self.scaler.is_identity:
+            if ddp or not self.scaler.is_identity:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         for param in filter(_trains, group["params"]):
-                            hook = param.register_post_accumulate_grad_hook(self._refuse_unscaled_backward)
+                            hook = param.register_post_accumulate_grad_hook(self._refuse_plain_backward)
                             self._handles.append(hook)
         return model, optimizers, lr_schedulers
 
@@ -358,6 +358,8 @@ class MasterWeightPrecision(Precision):
                 yield
             return
         self._end_batch(module)  # of steps made outside of `training_step`
+        self._ledger.batches += 1
+        synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         self.step_was_skipped, self._advance_schedules = False, True
         self._skipped_optimizers.clear()
         if self._partial:
@@ -421,6 +423,9 @@ class MasterWeightPrecision(Precision):
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
         assert self._ledger is not None
+        strategy = module.trainer.strategy
+        if isinstance(strategy, DDPStrategy):  # reduces here after a static graph's first manual backward
+            strategy.post_backward(tensor)
         self._ledger.after_backward()
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
@@ -457,7 +462,7 @@ class MasterWeightPrecision(Precision):
         self, ledger: GradientLedger, optimizer: Any, model: LightningModule, result: Any, kwargs: dict[str, Any]
     ) -> Any:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if params and not ledger.has_gradients(optimizer):  # training_step returned None, or an idle optimizer
+        if params and ledger.idle(optimizer):  # training_step returned None, or an idle optimizer
             self._advance_schedules = False
             self._uncount_step(model)
             return result
@@ -574,11 +579,11 @@ class MasterWeightPrecision(Precision):
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
 
-    def _refuse_unscaled_backward(self, param: nn.Parameter) -> None:
+    def _refuse_plain_backward(self, param: nn.Parameter) -> None:
         if not self._in_backward:
             raise MisconfigurationException(
-                "A loss was sent backward by `loss.backward()`, without the loss scale that the step will divide by. "
-                "In manual optimization write `self.manual_backward(loss)`."
+                "A loss was sent backward by `loss.backward()`, without the loss scale that the step will divide by, "
+                "and under DDP without the mean over ranks. In manual optimization write `self.manual_backward(loss)`."
             )
 
     # Checkpoints
@@ -592,7 +597,10 @@ class MasterWeightPrecision(Precision):
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
         if self._ledger is not None and self._ledger.window_open and self._module is not None:
-            state["partial_gradients"] = self._ledger.true_gradients(self._module.named_parameters())
+            partial = self._ledger.true_gradients(self._module.named_parameters())
+            if isinstance(self._module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
+                partial = mean_over_ranks(partial, self._module.named_parameters(), self._device)
+            state["partial_gradients"] = partial
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

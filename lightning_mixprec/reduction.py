@@ -15,7 +15,8 @@ What it leaves out: loss scales, and who steps with the gradients (:mod:`lightni
 parameters are fp32 already and go through as DDP has them.
 """
 
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class GradientReduction:
         self._averaged: set[nn.Parameter] = set()  # in this backward
 
     def follow(self, model: nn.Module) -> None:
-        """Reduce the gradients of ``model`` from here on: a new DDP wrapper, or one whose parameters' dtypes changed."""
+        """Reduce the gradients of ``model`` from here on: a DDP wrapper that has no communication hook yet."""
         self._params = [param for param in model.parameters() if param in self._masters]
         if isinstance(model, DistributedDataParallel):
             self._may_be_unused = model.find_unused_parameters or model.static_graph
@@ -103,7 +104,8 @@ class GradientReduction:
 
     def _reduce(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: the average over ranks, in the dtype of the bucket."""
-        buffer, gradients, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        params = cast(list[nn.Parameter], bucket.parameters())
         half = buffer.dtype in (torch.float16, torch.bfloat16) and not buffer.is_sparse
         held = [param for param in params if param in self._aside]
         if not (half and (self._in_fp32 or held)):
@@ -129,3 +131,31 @@ def _average(tensor: Tensor, group: Any, *, divide: bool = True) -> torch.future
     if divide:
         tensor.div_(group.size())
     return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def synchronise_first_backward(model: nn.Module) -> None:
+    """Let the first backward of a static graph be a synchronised one, in an accumulation window too.
+
+    DDP takes the graph down there, and torch fails if it may not reduce. An average that comes early changes no sum.
+    """
+    if getattr(model, "static_graph", False) and not getattr(model, "_static_graph_delay_allreduce_enqueued", True):
+        model.require_backward_grad_sync = True  # type: ignore[assignment]  # until the end of `no_sync`
+
+
+def mean_over_ranks(
+    grads: Mapping[str, Tensor], named: Iterable[tuple[str, nn.Parameter]], device: torch.device
+) -> dict[str, Tensor]:
+    """The mean of what all ranks have in ``grads``, each for the parameters ``named``; nothing counts as zero.
+
+    An accumulation window whose ranks all go on from the mean ends as it would have.
+    """
+    named = list(named)
+    made = torch.tensor([float(name in grads) for name, _ in named], device=device)
+    dist.all_reduce(made, op=dist.ReduceOp.MAX)
+    means = {}
+    for (name, param), somewhere in zip(named, made.tolist(), strict=True):
+        if somewhere:
+            means[name] = grads[name] if name in grads else torch.zeros_like(param, dtype=torch.float32)
+            dist.all_reduce(means[name])
+            means[name] /= dist.get_world_size()
+    return means
