@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.buffers import BufferGuard
@@ -60,6 +61,7 @@ from lightning_mixprec.questions import (
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.replay import Replayer
+from lightning_mixprec.roll_call import RollCall
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.storage import Masters
 
@@ -162,7 +164,7 @@ class MasterWeightPrecision(Precision):
         self._handles: list[Any] = []  # of hooks on parameters, in manual optimization
         self._schedulers: list[Any] = []  # that rest over skipped steps, in manual optimization
         self._in_backward = False
-        self._in_training_step = False
+        self._in_training_step = self._made_backward = False
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
         self._advance_schedules = True
@@ -174,6 +176,7 @@ class MasterWeightPrecision(Precision):
         self._overflowed: tuple[list[str], Tensor] = ([], torch.zeros(0))  # gradients of the last skip; bad or not
         self._conversion: Conversion | None = None
         self._reduction: GradientReduction | None = None  # under DDP
+        self._roll_call: RollCall | None = None  # under DDP, in manual optimization
         self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
 
@@ -296,6 +299,7 @@ class MasterWeightPrecision(Precision):
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
         if not module.automatic_optimization:
             self._schedulers = [rest_over_skips(config.scheduler, self) for config in lr_schedulers]
+            self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
             if ddp or not self.scaler.is_identity:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
@@ -311,6 +315,7 @@ class MasterWeightPrecision(Precision):
         module, self._module = self._module, None
         self._hopeless = None
         self._ledger = self._buffers = self._batch = self._nonfinite_loss = self._reduction = None
+        self._roll_call = None
         if self._diagnosis is not None:
             self._diagnosis.stop()
             self._diagnosis = None
@@ -371,13 +376,15 @@ class MasterWeightPrecision(Precision):
         if self._diagnosis is not None and not self._ledger.window_open:
             self._diagnosis.begin_batch()
         assert self._diagnosis is not None
-        self._in_training_step = True
+        self._in_training_step, self._made_backward = True, False
         try:
             with self.forward_context(), self._diagnosis.checkup():
                 yield
         finally:
             self._in_training_step = False
         if not module.automatic_optimization:
+            if self._roll_call is not None and not self._made_backward:
+                self._roll_call.miss(self._ledger.batches)
             self._end_batch(module)
 
     def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
@@ -408,6 +415,10 @@ class MasterWeightPrecision(Precision):
         nonfinite = ~torch.isfinite(tensor.detach()).all()
         self._nonfinite_loss = nonfinite if self._nonfinite_loss is None else self._nonfinite_loss | nonfinite
         self._ledger.before_backward()
+        self._made_backward = True
+        if self._roll_call is not None:
+            wrapper: Any = module.trainer.strategy.model
+            self._roll_call.enter(self._ledger.batches, synchronised=wrapper.require_backward_grad_sync)
         with self._no_autocast():
             return super().pre_backward(self.scaler.scale_loss(tensor), module)
 

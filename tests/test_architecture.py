@@ -24,6 +24,7 @@ TORCH_ONLY = {
     "borrow": {"bucket_state", "fused_adam", "probe", "scratch", "storage"},
     "master": {"borrow", "storage"},
     "reduction": {"master"},
+    "roll_call": set(),
     "ledger": {"master", "reduction", "scaler"},
 }
 
