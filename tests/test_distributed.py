@@ -102,7 +102,9 @@ class Ranked(Planted):
 
 
 def train_fallback(evaluation: bool, **options) -> dict:
-    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=256), fallback="auto")
+    reduce_dtype = "fp32" if evaluation else "compute"  # the hook must follow the wrapper that is made anew
+    scaler = DynamicLossScaler(init_scale=256)
+    plugin = MasterWeightPrecision("fp16", scaler, fallback="auto", reduce_dtype=reduce_dtype)
     trainer = make_trainer(plugin, devices=2, max_epochs=3, use_distributed_sampler=False, **options)
     module = Ranked(OnRank1Evaluating if evaluation else OnRank1)
     x, y = batch()
