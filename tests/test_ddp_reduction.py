@@ -5,6 +5,7 @@ The file runs itself as the workers, two processes over gloo.
 
 import sys
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import lightning as L
@@ -30,7 +31,7 @@ WRAPPERS = {
     "find_unused": {"find_unused_parameters": True},
     "find_unused_views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
 }
-# For each micro-batch of a window, the layers that rank 0 and rank 1 use; the last micro-batch is synchronised.
+# For each micro-batch of a window, the layers that rank 0 and rank 1 use; the last micro-batch is synchronised, or all.
 USES = {
     "all": [("abc", "abc")] * 4,
     "other ones": [("ab", "ac"), ("ab", "ac")],
@@ -38,6 +39,7 @@ USES = {
     "only in the first of rank 0": [("abc", "ac"), ("ac", "ac")],
     "only in the last of rank 1": [("ac", "ac"), ("ac", "abc")],
     "never": [("ab", "ab")] * 2,
+    "synchronised, only in the first": [("abc", "abc"), ("ac", "ac")],
 }
 BF16_ULP = 2.0**-7  # relative, at most
 ODD = 1.015625  # in bf16 64 of its 64ths are not the whole
@@ -101,7 +103,8 @@ def reduce(wrapper, use, dtype):
     for _ in range(3):
         inputs = [[torch.randn(4, 5) for _ in range(2)] for _ in uses]
         for index, used in enumerate(uses):
-            with nullcontext() if index + 1 == len(uses) else model.no_sync():
+            alone = index + 1 < len(uses) and not use.startswith("synchronised")
+            with model.no_sync() if alone else nullcontext():
                 loss = model(inputs[index][dist.get_rank()], used[dist.get_rank()]).pow(2).mean()
                 reduction.put_aside()
                 loss.backward()
@@ -114,18 +117,24 @@ def reduce(wrapper, use, dtype):
 
 
 class Constant(L.LightningModule):
-    """One bf16 weight whose gradient is `gradient` in each micro-batch of rank 0, and 0 in those of rank 1."""
+    """One bf16 weight whose gradients are `gradient` in each micro-batch, the mean over ranks."""
 
-    def __init__(self, gradient):
+    def __init__(self, gradient, other=0.0, manual=False):
         super().__init__()
+        self.automatic_optimization = not manual
+        self.other = other  # rank 1's
         self.net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity())
         nn.init.constant_(self.net[0].weight, 4.0)
         self.gradient, self.seen = gradient, []
 
     def training_step(self, batch, batch_idx):
         assert self.net[0].weight.dtype == torch.bfloat16
-        ranks, mine = self.trainer.world_size, self.global_rank == 0
-        return self.net(torch.full((1, 1), self.gradient * ranks * mine)).float().sum()
+        mine = 2 * self.gradient - self.other if self.global_rank == 0 else self.other
+        loss = self.net(torch.full((1, 1), mine)).float().sum()
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.optimizers().step()
 
     def on_before_optimizer_step(self, optimizer):
         self.seen.append(self.net[0].weight.grad.clone())
@@ -141,6 +150,14 @@ def accumulate(gradient, reduce_dtype, **options):
     module = Constant(gradient)
     trainer.fit(module, loader([torch.zeros(1)] * 64))
     return 4.0 - module.net[0].weight.item(), module.seen
+
+
+def step_once(reduce_dtype, manual, **options):
+    """How far the weight moves in a step with gradients of 1 and 1/256, whose mean is no bf16 number."""
+    trainer = make_trainer(MasterWeightPrecision("bf16", reduce_dtype=reduce_dtype), devices=2, **options)
+    module = Constant(257 / 512, other=1 / 256, manual=manual)
+    trainer.fit(module, loader([torch.zeros(1)]))
+    return 4.0 - module.net[0].weight.item()
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +196,15 @@ def test_64_micro_batches_of_a_64th_are_a_whole(dtype, gradient, ranks):
         assert seen[0].item() == pytest.approx(gradient, abs=1e-6 if dtype == "fp32" else BF16_ULP)
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("manual", [False, True])
+def test_means_that_are_no_16_bit_numbers(manual, wrapper, ranks):
+    """In the first step too, in which a static graph reduces later than others."""
+    for rank in ranks:
+        assert rank["step", "fp32", manual, wrapper] == 257 / 512
+        assert rank["step", "compute", manual, wrapper] in (256 / 512, 258 / 512)
+
+
 def test_a_hook_of_the_users_own_is_left_alone_or_refused(ranks):
     for rank in ranks:
         hook, _, plugin = rank["user hook"].partition(" and ")
@@ -215,6 +241,11 @@ def main(directory: Path) -> None:
     with pytest.raises(MisconfigurationException) as refused:
         accumulate(1.0, "fp32", **options)
     results["user hook"] = str(refused.value).partition(" both")[0]
+    for wrapper, kwargs in WRAPPERS.items():
+        for key in product(("compute", "fp32"), (False, True)):
+            results["step", *key, wrapper] = step_once(
+                *key, strategy=DDPStrategy(**kwargs), use_distributed_sampler=False
+            )
     for case in cases():
         results[case] = reduce(*case)
     torch.save(results, directory / f"rank{dist.get_rank()}.pt")

@@ -97,6 +97,9 @@ class OnRank1Evaluating(OnRank1):
 
 
 class Ranked(Planted):
+    def on_train_epoch_end(self):
+        self.comm_hooks = len(self.trainer.strategy.model._comm_hooks)
+
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).float().mean(), sync_dist=True)
 
@@ -113,7 +116,8 @@ def train_fallback(evaluation: bool, **options) -> dict:
     counts = (plugin.loss_scale, plugin.real_steps, plugin.skipped_steps, trainer.global_step)
     dtypes = [layer.dtype for layer in plugin.plan.layers]
     weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return {"weights": weights, "counts": counts, "layers": plugin.fp32_layers, "dtypes": dtypes}
+    result = {"weights": weights, "counts": counts, "layers": plugin.fp32_layers, "dtypes": dtypes}
+    return {**result, "comm_hooks": module.comm_hooks}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +174,7 @@ def test_a_fault_on_one_rank_moves_the_layer_on_all(strategy, evaluation, ranks)
     assert one["counts"] == two["counts"]
     assert one["counts"][1:3] == ((18, 0) if evaluation else (17, 1))
     assert one["dtypes"] == two["dtypes"]
+    assert one["comm_hooks"] == two["comm_hooks"] == 1  # of the wrapper that was made anew
     for name, value in one["weights"].items():
         assert torch.equal(value, two["weights"][name]), name
 
