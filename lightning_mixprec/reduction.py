@@ -12,7 +12,7 @@ the communication hook that DDP calls with each full bucket, and is the paramete
     bring_back   the average, or without synchronisation the sum of this rank, becomes the gradient
 
 What it leaves out: loss scales, and who steps with the gradients (:mod:`lightning_mixprec.ledger`). Gradients of fp32
-parameters are fp32 already and go through as DDP has them.
+parameters are fp32 already and go through as DDP has them; sparse ones, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -76,10 +76,13 @@ class GradientReduction:
         """Before a backward: leave nothing in the parameters that DDP would have to add to in 16 bits."""
         self._averages.clear()
         self._averaged.clear()
-        for param in self._params:
+        sparse = {param for param in self._params if param.grad is not None and param.grad.is_sparse}
+        self._masters.narrow_gradients(sparse)  # DDP adds these up by itself, in 16 bits
+        dense = [param for param in self._params if param not in sparse]
+        for param in dense:
             if param.grad is not None:
                 self._aside[param] = param.grad.float()
-        self._masters.release_gradients(self._params)
+        self._masters.release_gradients(dense)
         if self._may_be_unused:  # DDP remembers what an earlier micro-batch has used, and insists on a gradient there
             for param in self._aside:
                 param.grad = torch.zeros_like(param)

@@ -116,6 +116,22 @@ def reduce(wrapper, use, dtype):
     return windows
 
 
+def reduce_sparse(dtype):
+    """The gradient of a sparse bf16 embedding after two micro-batches, the second synchronised."""
+    net = nn.Embedding(4, 2, sparse=True)
+    masters = MasterWeights(net, {"weight": torch.bfloat16})
+    model = DistributedDataParallel(net)
+    reduction = GradientReduction(masters, dtype)
+    reduction.follow(model)
+    for context in (model.no_sync(), nullcontext()):
+        with context:
+            loss = model(torch.tensor([dist.get_rank(), 3])).float().sum()
+            reduction.put_aside()
+            loss.backward()
+            reduction.bring_back()
+    return net.weight.grad.to_dense().float()
+
+
 class Constant(L.LightningModule):
     """One bf16 weight whose gradients are `gradient` in each micro-batch, the mean over ranks."""
 
@@ -182,6 +198,12 @@ def test_means_of_sums(wrapper, use, dtype, ranks):
             assert error <= tolerance * expected[name].abs().max(), name
 
 
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+def test_sparse_gradients_add_up(dtype, ranks):
+    expected = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [2.0, 2.0]])
+    assert all(torch.equal(rank["sparse", dtype], expected) for rank in ranks)
+
+
 @pytest.mark.parametrize("gradient", [1.0, ODD])
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
 def test_64_micro_batches_of_a_64th_are_a_whole(dtype, gradient, ranks):
@@ -246,6 +268,8 @@ def main(directory: Path) -> None:
             results["step", *key, wrapper] = step_once(
                 *key, strategy=DDPStrategy(**kwargs), use_distributed_sampler=False
             )
+    for dtype in ("compute", "fp32"):
+        results["sparse", dtype] = reduce_sparse(dtype)
     for case in cases():
         results[case] = reduce(*case)
     torch.save(results, directory / f"rank{dist.get_rank()}.pt")
