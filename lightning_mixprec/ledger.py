@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.master import MasterWeights, found_nonfinite, multiply_gradients
+from lightning_mixprec.reduction import GradientReduction
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.shards import local, shard_like, whole
 
@@ -33,10 +34,12 @@ class GradientLedger:
         masters: Master weights, or None if every parameter is fp32.
         device: Where flags live.
         accumulate_in_fp32: Widen 16-bit gradients before more is added to them. Not while a DDP reducer reads them.
+        reduction: What sums and averages gradients under DDP, in place of ``accumulate_in_fp32``.
         keep_gradients: Leave gradients in place after a step, as plain PyTorch does, until the user clears them (manual
             optimization). Otherwise they are dropped, which saves their memory until the next backward.
 
     Attributes:
+        batches: Training batches that this rank has begun; set it.
         consecutive_skips: Steps skipped in a row, by optimizer.
         notice: Set it for something all ranks should hear of; it goes along with what they tell each other anyway.
         noticed: Whether any rank has set it.
@@ -64,16 +67,19 @@ class GradientLedger:
         device: torch.device,
         *,
         accumulate_in_fp32: bool = True,
+        reduction: GradientReduction | None = None,
         keep_gradients: bool = False,
     ) -> None:
         self.optimizers = list(optimizers)
         self.scaler = scaler
         self.consecutive_skips: dict[Optimizer, int] = dict.fromkeys(optimizers, 0)
+        self.batches = 0
         self.notice: bool | Tensor = False
         self.noticed = False
         self._masters = masters
         self._device = device
         self._accumulate_in_fp32 = accumulate_in_fp32
+        self._reduction = reduction
         self._keep_gradients = keep_gradients
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
         self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
@@ -105,14 +111,18 @@ class GradientLedger:
                 true = [param for param in params if param not in self._scaled]
                 multiply_gradients(true, self.scaler.scale)
                 self._scaled.update(true)
-            if self._masters is not None:
+            if self._masters is not None and self._reduction is None:
                 if self._accumulate_in_fp32:
                     self._masters.accumulate_in_fp32(params)
                 else:
                     self._masters.narrow_gradients(params)
+        if self._reduction is not None:
+            self._reduction.put_aside()
 
     def after_backward(self) -> None:
         """Note non-finite gradients, before anybody can hide them."""
+        if self._reduction is not None:
+            self._reduction.bring_back()
         self._known.clear()
         for optimizer in self.optimizers:
             params = _with_gradients(optimizer)
@@ -136,10 +146,28 @@ class GradientLedger:
         """Whether there is anything for ``optimizer`` to step with."""
         return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
+    def idle(self, optimizer: Optimizer) -> bool:
+        """Whether there is nothing for ``optimizer`` to step with, on any rank.
+
+        Raises:
+            RuntimeError: If there is on other ranks.
+        """
+        if self.has_gradients(optimizer):
+            return False
+        # DDP's backward leaves gradients on all ranks or on none, so it takes a rank that has cleared its own since for
+        # them to differ here. A rank that has made none must not ask: another that is still in its backward would take
+        # the question for a gradient. That one is found out by the number of its batch, in its next step.
+        if optimizer in self._pending and _several_ranks():
+            self.overflowed(optimizer)
+        return True
+
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether any rank has noted a non-finite gradient of ``optimizer``. Waits for the device.
 
         One wait tells it for all optimizers whose gradients are there, as long as nobody writes to them.
+
+        Raises:
+            RuntimeError: If other ranks are in another batch, or some have gradients and some have not.
         """
         known = self._known.pop(optimizer, None)
         if known is not None and known[1] == _version(optimizer):
@@ -149,11 +177,33 @@ class GradientLedger:
             for each in self.optimizers:
                 self.note(each)
         flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice])
-        *values, notice = _over_ranks(flags).tolist()
+        *values, notice = self._agree(flags, optimizer)
         found = dict(zip(self.optimizers, values, strict=True))
         self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
         return bool(found[optimizer])
+
+    def _agree(self, flags: Tensor, optimizer: Optimizer) -> list[float]:
+        """The largest of all ranks. Where each rank stands goes along, and has to be the same place."""
+        if not _several_ranks():
+            return flags.tolist()
+        count = len(self.optimizers)
+        place = 2 * (self.batches % 2**16 * count + self.optimizers.index(optimizer)) + self.has_gradients(optimizer)
+        here = flags.new_full((1,), float(place))  # exact
+        *values, last, first = _over_ranks(torch.cat([flags, here, -here])).tolist()
+        if last != -first:
+            mine, low, high = (
+                f"batch {int(each) // 2 // count}, optimizer {int(each) // 2 % count}, "
+                f"{'with' if each % 2 else 'without'} gradients"
+                for each in (place, -first, last)
+            )
+            raise RuntimeError(
+                f"The ranks step at different places, between ({low}) and ({high}); this one at ({mine}), where "
+                f"optimizer {self.optimizers.index(optimizer)} is {type(optimizer).__name__}. Every rank has to call "
+                "backward and step equally often, on a loss of zero where it has nothing to learn, and needs as many "
+                "batches as the others."
+            )
+        return values
 
     def agreed(self, flag: Tensor | None) -> bool:
         """Whether ``flag``, bool [], is true on any rank. Waits for the device; all ranks must ask."""
@@ -230,11 +280,13 @@ class GradientLedger:
                 if not self.scaler.is_identity:
                     grad = grad * self.scaler.scale
                     self._scaled.add(param)
-                if not self._accumulate_in_fp32:
+                if not (self._accumulate_in_fp32 or self._reduction is not None):
                     grad = grad.to(param.dtype)
                 if grad.dtype != param.dtype:
-                    param.grad_dtype = None
-                param.grad = grad
+                    assert self._masters is not None
+                    self._masters.give_gradient(param, grad)
+                else:
+                    param.grad = grad
         self._pending.update(optimizer for optimizer in self.optimizers if self.has_gradients(optimizer))
 
     def _close(self, optimizer: Optimizer, drop: bool) -> None:
@@ -251,8 +303,13 @@ class GradientLedger:
         self._pending.discard(optimizer)
 
 
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _over_ranks(flags: Tensor) -> Tensor:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    """The largest of all ranks, in place."""
+    if _several_ranks():
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return flags
 

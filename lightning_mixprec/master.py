@@ -329,10 +329,13 @@ class MasterWeights:
         """
         for param in params:
             if param.grad is not None and param.grad.dtype in _HALF:
-                grad = param.grad.float()
-                param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
-                param.grad = grad
-                self._widened.add(param)
+                self.give_gradient(param, param.grad.float())
+
+    def give_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Make ``grad``, fp32, the gradient of a 16-bit parameter."""
+        param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
+        param.grad = grad
+        self._widened.add(param)
 
     def narrow_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """The reverse, for gradients kept over a step that a DDP reducer is to add to."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.buffers import BufferGuard
@@ -50,14 +51,18 @@ from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.questions import (
     announce_fallback,
     called_directly,
+    reduces_gradients,
     refuse_averaging,
+    refuse_comm_hook,
     refuse_optimizers,
     refuse_sharding,
     refuse_strategy,
     report,
     user_code_sees_gradients,
 )
+from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.replay import Replayer
+from lightning_mixprec.roll_call import RollCall
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.storage import Masters
@@ -100,6 +105,9 @@ class MasterWeightPrecision(Precision):
             help; nobody's precision changes unasked. ``"auto"``: a
             :class:`~lightning_mixprec.fallback.LayerFallback`, or one with your own bounds: the layer computes in
             fp32 from then on, is listed in :attr:`fp32_layers` and in checkpoints.
+        reduce_dtype: What gradients of 16-bit parameters are while they travel between the ranks of DDP: ``"compute"``,
+            the default, 16-bit, or ``"fp32"``, twice the bytes. Micro-batches are summed in fp32 in either case, unless
+            the strategy has a ``ddp_comm_hook`` of its own. Without effect on one device.
         count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
             stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
 
@@ -124,6 +132,7 @@ class MasterWeightPrecision(Precision):
         masters: Masters = "fp32",
         *,
         fallback: Literal["raise", "auto"] | LayerFallback = "raise",
+        reduce_dtype: ReduceDtype = "compute",
         count_skipped_steps: bool = False,
     ) -> None:
         self.policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)
@@ -138,11 +147,15 @@ class MasterWeightPrecision(Precision):
             )
         if not (fallback in ("raise", "auto") or isinstance(fallback, LayerFallback)):
             raise ValueError(f"Unknown fallback={fallback!r}. Choose 'raise', 'auto' or a LayerFallback(...).")
+        if reduce_dtype not in get_args(ReduceDtype):
+            choices = ", ".join(map(repr, get_args(ReduceDtype)))
+            raise ValueError(f"Unknown reduce_dtype={reduce_dtype!r}. Choose one of {choices}.")
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
         self.scaler = scaler
         self.masters = masters
         self.fallback = LayerFallback() if fallback == "auto" else fallback
+        self.reduce_dtype = reduce_dtype
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
         self.step_was_skipped = False
@@ -153,7 +166,7 @@ class MasterWeightPrecision(Precision):
         self._handles: list[Any] = []  # of hooks on parameters, in manual optimization
         self._schedulers: list[Any] = []  # that rest over skipped steps, in manual optimization
         self._in_backward = False
-        self._in_training_step = False
+        self._in_training_step = self._made_backward = False
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
         self._advance_schedules = True
@@ -164,6 +177,8 @@ class MasterWeightPrecision(Precision):
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._overflowed: tuple[list[str], Tensor] = ([], torch.zeros(0))  # gradients of the last skip; bad or not
         self._conversion: Conversion | None = None
+        self._reduction: GradientReduction | None = None  # under DDP
+        self._roll_call: RollCall | None = None  # under DDP, in manual optimization
         self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
 
@@ -225,7 +240,8 @@ class MasterWeightPrecision(Precision):
         restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer
         refuse_strategy(trainer.strategy)
-        refuse_sharding(trainer.strategy, module, self.masters)
+        refuse_sharding(trainer.strategy, module, self.masters, self.reduce_dtype)
+        refuse_comm_hook(trainer.strategy, self.reduce_dtype)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
@@ -266,6 +282,10 @@ class MasterWeightPrecision(Precision):
             # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
             self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
         self._diagnosis = self._diagnose(module)
+        self._reduction = None
+        if self.master_weights is not None and reduces_gradients(model, module.trainer.strategy):
+            self._reduction = GradientReduction(self.master_weights, self.reduce_dtype)
+            self._reduction.follow(model)
         if not optimizers:
             return model, optimizers, lr_schedulers
         self._ledger = GradientLedger(
@@ -274,6 +294,7 @@ class MasterWeightPrecision(Precision):
             self.master_weights,
             self._device,
             accumulate_in_fp32=not ddp,
+            reduction=self._reduction,
             keep_gradients=not module.automatic_optimization,
         )
         self._decided = True
@@ -283,11 +304,12 @@ class MasterWeightPrecision(Precision):
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
         if not module.automatic_optimization:
             self._schedulers = [rest_over_skips(config.scheduler, self) for config in lr_schedulers]
-            if not self.scaler.is_identity:
+            self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
+            if ddp or not self.scaler.is_identity:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         for param in filter(_trains, group["params"]):
-                            hook = param.register_post_accumulate_grad_hook(self._refuse_unscaled_backward)
+                            hook = param.register_post_accumulate_grad_hook(self._refuse_plain_backward)
                             self._handles.append(hook)
         return model, optimizers, lr_schedulers
 
@@ -297,7 +319,8 @@ class MasterWeightPrecision(Precision):
             self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
         self._hopeless = None
-        self._ledger = self._buffers = self._batch = self._nonfinite_loss = None
+        self._ledger = self._buffers = self._batch = self._nonfinite_loss = self._reduction = None
+        self._roll_call = None
         if self._diagnosis is not None:
             self._diagnosis.stop()
             self._diagnosis = None
@@ -345,6 +368,8 @@ class MasterWeightPrecision(Precision):
                 yield
             return
         self._end_batch(module)  # of steps made outside of `training_step`
+        self._ledger.batches += 1
+        synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         self.step_was_skipped, self._advance_schedules = False, True
         self._skipped_optimizers.clear()
         if self._partial:
@@ -357,6 +382,7 @@ class MasterWeightPrecision(Precision):
             self._diagnosis.begin_batch()
         assert self._diagnosis is not None
         self._in_training_step = self._diagnosis.training_step = True
+        self._made_backward = False
         try:
             with self.forward_context(), self._diagnosis.checkup():
                 yield
@@ -365,6 +391,8 @@ class MasterWeightPrecision(Precision):
             if self._diagnosis is not None:
                 self._diagnosis.training_step = False
         if not module.automatic_optimization:
+            if self._roll_call is not None and not self._made_backward:
+                self._roll_call.miss(self._ledger.batches)
             self._end_batch(module)
 
     def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
@@ -395,6 +423,10 @@ class MasterWeightPrecision(Precision):
         nonfinite = ~torch.isfinite(tensor.detach()).all()
         self._nonfinite_loss = nonfinite if self._nonfinite_loss is None else self._nonfinite_loss | nonfinite
         self._ledger.before_backward()
+        self._made_backward = True
+        if self._roll_call is not None:
+            wrapper: Any = module.trainer.strategy.model
+            self._roll_call.enter(self._ledger.batches, synchronised=wrapper.require_backward_grad_sync)
         with self._no_autocast():
             return super().pre_backward(self.scaler.scale_loss(tensor), module)
 
@@ -410,6 +442,9 @@ class MasterWeightPrecision(Precision):
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
         assert self._ledger is not None
+        strategy = module.trainer.strategy
+        if isinstance(strategy, DDPStrategy):  # reduces here after a static graph's first manual backward
+            strategy.post_backward(tensor)
         self._ledger.after_backward()
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
@@ -446,7 +481,7 @@ class MasterWeightPrecision(Precision):
         self, ledger: GradientLedger, optimizer: Any, model: LightningModule, result: Any, kwargs: dict[str, Any]
     ) -> Any:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if params and not ledger.has_gradients(optimizer):  # training_step returned None, or an idle optimizer
+        if params and ledger.idle(optimizer):  # training_step returned None, or an idle optimizer
             self._advance_schedules = False
             self._uncount_step(model)
             return result
@@ -555,6 +590,8 @@ class MasterWeightPrecision(Precision):
         if self._diagnosis is not None:
             self._diagnosis.in_fp32 = self._conversion.plan.fp32_modules
         rebuild_wrapper(model.trainer.strategy)
+        if self._reduction is not None:
+            self._reduction.follow(cast(nn.Module, model.trainer.strategy.model))
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
@@ -570,11 +607,11 @@ class MasterWeightPrecision(Precision):
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
 
-    def _refuse_unscaled_backward(self, param: nn.Parameter) -> None:
+    def _refuse_plain_backward(self, param: nn.Parameter) -> None:
         if not self._in_backward:
             raise MisconfigurationException(
-                "A loss was sent backward by `loss.backward()`, without the loss scale that the step will divide by. "
-                "In manual optimization write `self.manual_backward(loss)`."
+                "A loss was sent backward by `loss.backward()`, without the loss scale that the step will divide by, "
+                "and under DDP without the mean over ranks. In manual optimization write `self.manual_backward(loss)`."
             )
 
     # Checkpoints
@@ -588,7 +625,10 @@ class MasterWeightPrecision(Precision):
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
         if self._ledger is not None and self._ledger.window_open and self._module is not None:
-            state["partial_gradients"] = self._ledger.true_gradients(self._module.named_parameters())
+            partial = self._ledger.true_gradients(self._module.named_parameters())
+            if isinstance(self._module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
+                partial = mean_over_ranks(partial, self._module.named_parameters(), self._device)
+            state["partial_gradients"] = partial
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -46,7 +47,7 @@ def refuse_strategy(strategy: Any) -> None:
         )
 
 
-def refuse_sharding(strategy: Any, module: nn.Module, masters: str) -> None:
+def refuse_sharding(strategy: Any, module: nn.Module, masters: str, reduce_dtype: str) -> None:
     """Refuse FSDP2 that shards nothing, shards something else, or is asked for masters that it does not have."""
     if not isinstance(strategy, ModelParallelStrategy):
         return
@@ -67,6 +68,26 @@ def refuse_sharding(strategy: Any, module: nn.Module, masters: str) -> None:
             f"masters={masters!r} is not available under FSDP2, where every rank keeps fp32 shards of all weights and "
             "these are the masters. Use masters='fp32'."
         )
+    if reduce_dtype != "compute":
+        raise MisconfigurationException(
+            f"reduce_dtype={reduce_dtype!r} of the plugin is for DDP. Under FSDP2 give it where the units are made: "
+            f"shard_(..., reduce_dtype={reduce_dtype!r})."
+        )
+
+
+def refuse_comm_hook(strategy: Any, reduce_dtype: str) -> None:
+    """Refuse two communication hooks at once: DDP takes one."""
+    hook = getattr(strategy, "_ddp_comm_hook", None)
+    if hook is not None and reduce_dtype == "fp32":
+        raise MisconfigurationException(
+            f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and "
+            "MasterWeightPrecision(reduce_dtype='fp32') both decide how gradients travel. Leave one of them out."
+        )
+
+
+def reduces_gradients(model: nn.Module, strategy: Any) -> bool:
+    """Whether ``model``, which trains, is a DDP wrapper whose communication hook is still free."""
+    return isinstance(model, DistributedDataParallel) and getattr(strategy, "_ddp_comm_hook", None) is None
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], compute: str) -> None:

@@ -32,7 +32,9 @@ TORCH_ONLY = {
     "fused_adam": set(),
     "borrow": {"bucket_state", "fused_adam", "probe", "scratch", "storage"},
     "master": {"borrow", "shards", "storage"},
-    "ledger": {"master", "scaler", "shards"},
+    "reduction": {"master"},
+    "roll_call": set(),
+    "ledger": {"master", "reduction", "scaler", "shards"},
 }
 
 

@@ -97,12 +97,17 @@ class OnRank1Evaluating(OnRank1):
 
 
 class Ranked(Planted):
+    def on_train_epoch_end(self):
+        self.comm_hooks = len(self.trainer.strategy.model._comm_hooks)
+
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).float().mean(), sync_dist=True)
 
 
 def train_fallback(evaluation: bool, **options) -> dict:
-    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=256), fallback="auto")
+    reduce_dtype = "fp32" if evaluation else "compute"  # the hook must follow the wrapper that is made anew
+    scaler = DynamicLossScaler(init_scale=256)
+    plugin = MasterWeightPrecision("fp16", scaler, fallback="auto", reduce_dtype=reduce_dtype)
     trainer = make_trainer(plugin, devices=2, max_epochs=3, use_distributed_sampler=False, **options)
     module = Ranked(OnRank1Evaluating if evaluation else OnRank1)
     x, y = batch()
@@ -111,7 +116,8 @@ def train_fallback(evaluation: bool, **options) -> dict:
     counts = (plugin.loss_scale, plugin.real_steps, plugin.skipped_steps, trainer.global_step)
     dtypes = [layer.dtype for layer in plugin.plan.layers]
     weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return {"weights": weights, "counts": counts, "layers": plugin.fp32_layers, "dtypes": dtypes}
+    result = {"weights": weights, "counts": counts, "layers": plugin.fp32_layers, "dtypes": dtypes}
+    return {**result, "comm_hooks": module.comm_hooks}
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +174,7 @@ def test_a_fault_on_one_rank_moves_the_layer_on_all(strategy, evaluation, ranks)
     assert one["counts"] == two["counts"]
     assert one["counts"][1:3] == ((18, 0) if evaluation else (17, 1))
     assert one["dtypes"] == two["dtypes"]
+    assert one["comm_hooks"] == two["comm_hooks"] == 1  # of the wrapper that was made anew
     for name, value in one["weights"].items():
         assert torch.equal(value, two["weights"][name]), name
 

@@ -219,13 +219,17 @@ def test_shared_parameters_in_two_units_are_refused():
         shard_(Net(), PrecisionPolicy("bf16"), mesh=None)
 
 
-@pytest.mark.parametrize("mistake", ["nothing", "tensor_parallel", "masters"])
+MISTAKES = {
+    "nothing": "has sharded nothing.*shard_",
+    "tensor_parallel": "tensor_parallel_size=2.*data_parallel_size",
+    "masters": "masters='split' is not available under FSDP2.*masters='fp32'",
+    "reduce_dtype": r"reduce_dtype='fp32' of the plugin is for DDP.*shard_\(..., reduce_dtype='fp32'\)",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_would_not_train_is_refused(mistake, runs):
-    message = {
-        "nothing": "has sharded nothing.*shard_",
-        "tensor_parallel": "tensor_parallel_size=2.*data_parallel_size",
-        "masters": "masters='split' is not available under FSDP2.*masters='fp32'",
-    }[mistake]
+    message = MISTAKES[mistake]
     for run in runs[0]:
         assert re.search(message, run["refused", mistake]), run["refused", mistake]
 
@@ -352,7 +356,9 @@ def refused(mistake):
     strategy = fsdp2(data_parallel_size=1, tensor_parallel_size=2) if mistake == "tensor_parallel" else fsdp2()
     module = Tiny()
     module.sharded = mistake == "nothing"
-    plugin = MasterWeightPrecision("bf16", masters="split" if mistake == "masters" else "fp32")
+    plugin = MasterWeightPrecision(
+        "bf16", **{"masters": {"masters": "split"}, "reduce_dtype": {"reduce_dtype": "fp32"}}.get(mistake, {})
+    )
     try:
         make_trainer(plugin, strategy=strategy, devices=2).fit(module, loader(make_batches(2)))
     except MisconfigurationException as error:
@@ -383,6 +389,6 @@ if __name__ == "__main__":
         results["fault", fault] = train_fault(fault)
     for way in ("meta", "checkpointing"):
         results[way] = train_built(way)
-    for mistake in ("nothing", "tensor_parallel", "masters"):
+    for mistake in MISTAKES:
         results["refused", mistake] = refused(mistake)
     torch.save(results, directory / f"rank{torch.distributed.get_rank()}.pt")
