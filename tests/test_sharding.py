@@ -357,7 +357,8 @@ def refused(mistake):
     module = Tiny()
     module.sharded = mistake == "nothing"
     plugin = MasterWeightPrecision(
-        "bf16", **{"masters": {"masters": "split"}, "reduce_dtype": {"reduce_dtype": "fp32"}}.get(mistake, {})
+    wrong = {"masters": {"masters": "split"}, "reduce_dtype": {"reduce_dtype": "fp32"}}
+    plugin = MasterWeightPrecision("bf16", **wrong.get(mistake, {}))
     )
     try:
         make_trainer(plugin, strategy=strategy, devices=2).fit(module, loader(make_batches(2)))
