@@ -356,10 +356,8 @@ def refused(mistake):
     strategy = fsdp2(data_parallel_size=1, tensor_parallel_size=2) if mistake == "tensor_parallel" else fsdp2()
     module = Tiny()
     module.sharded = mistake == "nothing"
-    plugin = MasterWeightPrecision(
     wrong = {"masters": {"masters": "split"}, "reduce_dtype": {"reduce_dtype": "fp32"}}
     plugin = MasterWeightPrecision("bf16", **wrong.get(mistake, {}))
-    )
     try:
         make_trainer(plugin, strategy=strategy, devices=2).fit(module, loader(make_batches(2)))
     except MisconfigurationException as error:
