@@ -183,10 +183,13 @@ def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
     strategy, trainer_config = trainer.strategy, config["trainer"]
     devices, nodes = trainer.num_devices, trainer.num_nodes
     environment = getattr(strategy, "cluster_environment", None)
-    if environment is None and TorchElasticEnvironment.detect() and int(os.environ["WORLD_SIZE"]) > 1:
+    started = 1  # from outside
+    if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():
+        started = int(os.environ["WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_NTASKS"])
+    if environment is None and started > 1:
         raise ConfigError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, and trainer.devices={trainer_config['devices']} "
-            "makes each train alone. Write trainer.devices=NUMBER, as many as torchrun's --nproc-per-node."
+            f"trainer.devices={trainer_config['devices']}: {started} processes were started, and each would train "
+            "alone. Write trainer.devices=NUMBER, the processes per node, and trainer.num_nodes=NUMBER."
         )
     if nodes > 1 and isinstance(environment, LightningEnvironment) and "NODE_RANK" not in os.environ:
         raise ConfigError(
