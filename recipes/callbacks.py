@@ -21,18 +21,23 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_mixprec import MasterWeightAveraging
+from lightning_mixprec.sharding import is_sharded
 from recipes.config import flatten
 from recipes.data import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.images import count_non_finite, image_grid, save_png
 from recipes.sampler import HeunSampler, draw_samples
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""After which a run is to end with a checkpoint."""
+
 
 class SampleGrid(L.Callback):
-    """After every validation, rank 0 draws a class-conditional grid from the averaged weights.
+    """After every validation, a class-conditional grid is drawn from the averaged weights.
 
     The grid goes to TensorBoard (`samples`) and to a PNG per validation; the starting noise is always the same, so the
-    pictures of a run can be compared. The other ranks go on and wait at their next collective.
+    pictures of a run can be compared. Rank 0 draws it, and the others go on and wait at their next collective; under
+    FSDP2 all draw the same, since every layer is gathered from all of them.
 
     Args:
         sampler: Solver.
@@ -54,7 +59,7 @@ class SampleGrid(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw, unless this is Lightning's sanity check before training."""
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.sanity_checking or not (trainer.is_global_zero or is_sharded(pl_module)):
             return
         assert isinstance(pl_module, DiffusionModule)
         shape = trainer.datamodule.image_shape  # type: ignore[attr-defined]
@@ -62,6 +67,8 @@ class SampleGrid(L.Callback):
             samples = draw_samples(
                 pl_module.net, pl_module.objective, self.sampler, shape, self.per_class, self.guidance, self.seed
             )
+        if not trainer.is_global_zero:
+            return
         bad = count_non_finite(samples)
         if bad:
             print(
@@ -134,7 +141,10 @@ class ValidateAtEnd(L.Callback):
 
 
 class SaveOnInterruption(L.Callback):
-    """On Ctrl-C or SIGTERM, finish the step, save a checkpoint and stop, so that nothing is lost.
+    """On Ctrl-C, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
+
+    SIGUSR1 is what SLURM is asked to send before a job's time is over (`--signal=USR1@90`): the job is then put back
+    into the queue. Lightning would save inside of the signal handler, on each process somewhere else.
 
     Several processes stop after the same step, whichever of them got the signal. That takes one small reduction per
     step, for which nothing waits longer: Lightning itself exchanges a flag at the start of every batch. A second signal
@@ -144,7 +154,7 @@ class SaveOnInterruption(L.Callback):
         path: The checkpoint.
 
     Attributes:
-        signal: The signal that was received, if any.
+        signal: The signal that was received, here or by another process, if any.
         saved: Whether the checkpoint was written because of it.
     """
 
@@ -153,11 +163,21 @@ class SaveOnInterruption(L.Callback):
         self.signal: signal.Signals | None = None
         self.saved = False
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen, in place of Lightning's handler of SIGTERM. Lightning puts back all handlers when `fit` ends."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget an earlier fit."""
         self.signal, self.saved = None, False
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen from here on."""
+        self._listen()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen, in place of Lightning's handlers. Lightning puts back all handlers when `fit` ends."""
+        self._listen()
+
+    def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for name in (signal.SIGINT, signal.SIGTERM):
+            for name in SIGNALS:
                 signal.signal(name, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -188,7 +208,8 @@ class SaveOnInterruption(L.Callback):
             return False  # that was the last step anyway
         # Lightning 2.6 raises SIGTERMException where the batch, or the epoch, is over.
         if trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False):
-            self.signal = self.signal or signal.SIGTERM  # another process got it
+            requeue = trainer.strategy.reduce_boolean_decision(self.signal == signal.SIGUSR1, all=False)
+            self.signal = signal.SIGUSR1 if requeue else self.signal or signal.SIGTERM  # another process got it
             trainer._signal_connector.received_sigterm = True
         return trainer.received_sigterm
 

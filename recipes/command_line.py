@@ -10,6 +10,7 @@ It leaves out checks of values: constructors do those (`recipes.config.build`), 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
@@ -23,10 +24,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes import processes
 from recipes.config import HYDRA_KEYS, OWNED_BY_GROUPS, ConfigError, did_you_mean, fail, parameters_of, unknown_key
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -65,7 +66,8 @@ def checked(argv: list[str], config_name: str) -> list[str]:
             parsed = OverridesParser.create(loader).parse_overrides(args.overrides)
             if not args.multirun and (sweep := [o.input_line for o in parsed if o.is_sweep_override()]):
                 raise ConfigError(f"{sweep[0]}: several values need a sweep. Add -m, or quote the value: \"'a,b'\".")
-            _check_shared_directory(parsed)
+            _check_launcher(parsed, args.multirun, args.config_name or config_name, extra)
+            shared = processes.shared_directory([str(o.key_or_group) for o in parsed], args.multirun)
             rewrite: dict[str, str] = {}
             for job in _jobs(parsed):
                 rewrite |= _check_job(job, args.config_name or config_name, loader, extra)
@@ -73,16 +75,36 @@ def checked(argv: list[str], config_name: str) -> list[str]:
         raise ConfigError(str(error).strip()) from error
     # Overrides last: Hydra's parser refuses them on both sides of an option such as -m.
     flags = [a for a in argv if a not in args.overrides]
-    return [*flags, *(rewrite.get(line, line) for line in args.overrides)]
+    return [*flags, *(rewrite.get(line, line) for line in args.overrides), *shared]
 
 
-def _check_shared_directory(overrides: list[Override]) -> None:
-    """Processes started from outside would each make a time-stamped directory of their own."""
-    outside = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
-    if outside and not any(o.key_or_group == "hydra.run.dir" for o in overrides):
+def _check_launcher(overrides: list[Override], sweep: bool, config_name: str, extra: list[str]) -> None:
+    """SLURM jobs need their plugin, a sweep that they are the jobs of, and one number of tasks for all."""
+    launchers = [o for o in overrides if o.key_or_group == "hydra/launcher" and o.value() == "slurm"]
+    if not launchers:
+        return
+    if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         raise ConfigError(
-            "this process was started by torchrun or SLURM, so every process would choose its own output directory. "
-            "Name one for all of them: hydra.run.dir=outputs/NAME."
+            "hydra/launcher=slurm needs Hydra's plugin for it: pip install 'lightning_mixprec[slurm]', or from a "
+            "checkout pip install -e '.[slurm]'."
+        )
+    if not sweep:
+        raise ConfigError(
+            "hydra/launcher=slurm submits the jobs of a sweep, and this is a run on this machine. Add -m; a sweep of "
+            "one job is one, too."
+        )
+    sizes = ("trainer", "trainer.devices", "trainer.num_nodes")
+    if swept := [o.input_line for o in overrides if o.is_sweep_override() and o.key_or_group in sizes]:
+        raise ConfigError(
+            f"{swept[0]}: hydra/launcher=slurm asks for the same nodes and tasks for all jobs of a sweep. Submit a "
+            "sweep for each size."
+        )
+    lines = [str(o.input_line) for o in overrides if o.key_or_group in sizes]
+    devices = compose(config_name, overrides=lines + extra).trainer.devices
+    if not isinstance(devices, int):
+        raise ConfigError(
+            f"trainer.devices={devices}: hydra/launcher=slurm asks for as many tasks per node, so it must be a number. "
+            "Write trainer.devices=NUMBER, or trainer=cluster."
         )
 
 

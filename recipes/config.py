@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -34,7 +35,7 @@ REMEDY = "Change it, or leave it out."
 OWNED_BY_GROUPS = {
     "precision": "precision=fp32|bf16|fp16, which sets the plugin; Lightning accepts only one of the two",
     "plugins": "precision=fp32|bf16|fp16 (and precision.* for its arguments)",
-    "strategy": "strategy=auto|ddp (and strategy.* for its arguments)",
+    "strategy": "strategy=auto|ddp|fsdp2 (and strategy.* for its arguments)",
     "callbacks": "the callbacks group, e.g. +callbacks.mine._target_=package.Callback",
     "logger": "the logger group",
 }
@@ -62,6 +63,16 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(given, list(known), n=2, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of an override, whatever characters are in it.
+
+    Example:
+        >>> print(quoted(Path("a b/c=1")))
+        'a b/c=1'
+    """
+    return "'" + str(path).replace("'", r"\'") + "'"
 
 
 def plain(node: Any) -> Any:

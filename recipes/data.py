@@ -39,30 +39,33 @@ class LabelledImages(Dataset[Batch]):
 class ShuffledShard(Sampler[int]):
     """This rank's share of a permutation that depends on (seed, epoch) alone.
 
-    Every rank gets the same number of samples: the at most `world_size - 1` left over are dropped, other ones in each
-    epoch. Ranks never disagree on how many batches an epoch has, which would hang the slower ones.
+    Every rank gets the same number of samples, a multiple of what it takes in one optimizer step: the others are
+    dropped, other ones in each epoch. Ranks never disagree on how many batches an epoch has, which would hang the
+    slower ones, and step n of an epoch sees the same samples however many ranks share them.
 
     Args:
         length: Samples in the data set.
         rank: This process.
         world_size: Number of processes.
         seed: Same on all ranks.
+        per_step: Samples that one rank takes in one optimizer step.
 
     Example:
         >>> sorted([*ShuffledShard(4, rank=0, world_size=2, seed=0), *ShuffledShard(4, rank=1, world_size=2, seed=0)])
         [0, 1, 2, 3]
     """
 
-    def __init__(self, length: int, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, length: int, rank: int, world_size: int, seed: int, per_step: int = 1) -> None:
         self.length = length
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.per_step = per_step
         self.epoch = 0
         self.resume_epoch, self.resume_at = 0, 0  # in this epoch, start at this sample of the shard
 
     def __len__(self) -> int:
-        return self.length // self.world_size
+        return self.length // self.world_size // self.per_step * self.per_step
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; Lightning calls this before every epoch."""
@@ -82,7 +85,6 @@ class ResumableLoader(DataLoader[Batch]):
     """
 
     def __init__(self, dataset: Dataset[Batch], sampler: ShuffledShard, batch_size: int) -> None:
-        # The last, smaller batch is dropped: every sample then has the same weight in its gradient.
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, drop_last=True)
         self.shard = sampler
         self.handed_out = 0  # batches of the current epoch, those before a resume included
@@ -112,14 +114,14 @@ class DigitsDataModule(L.LightningDataModule):
     One fixed split for all seeds: every fifth image validates (360), the rest trains (1437).
 
     Args:
-        batch_size: Samples per process and batch.
+        batch_size: Samples per optimizer step, of all processes and accumulated batches together.
         seed: Decides the order of the training samples.
 
     Example:
         >>> data = DigitsDataModule(batch_size=128)
         >>> data.setup()
-        >>> len(data.train), len(data.val), data.train_batches(world_size=2)
-        (1437, 360, 5)
+        >>> len(data.train), len(data.val), data.steps_per_epoch, data.micro_batch(processes=2, accumulated=2)
+        (1437, 360, 11, 32)
     """
 
     image_shape = (1, 8, 8)
@@ -141,25 +143,74 @@ class DigitsDataModule(L.LightningDataModule):
         self.train = LabelledImages(images[~held_out], labels[~held_out])
         self.val = LabelledImages(images[held_out], labels[held_out])
 
-    def train_batches(self, world_size: int) -> int:
-        """Training batches in one epoch, the same number on each of `world_size` processes."""
-        return len(self.train) // world_size // self.batch_size
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch, the same for any number of processes and accumulated batches."""
+        return len(self.train) // self.batch_size
 
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+    def micro_batch(self, processes: int, accumulated: int) -> int:
+        """Samples of one process in one training batch.
+
+        Args:
+            processes: That share a step.
+            accumulated: Batches of each process in a step.
+
+        Raises:
+            ValueError: If a step cannot be shared evenly; with the nearest batch sizes that can.
+        """
+        shares = processes * accumulated
+        below = self.batch_size // shares * shares
+        if below != self.batch_size:
+            nearest = " or ".join(str(size) for size in (below, below + shares) if size)
+            raise ValueError(
+                f"batch_size={self.batch_size} images per step are not divisible by {processes} process(es) x "
+                f"{accumulated} accumulated batch(es). Choose {nearest}."
+            )
+        return self.batch_size // shares
+
+    def _place(self) -> tuple[int, int, int]:
+        """This rank, the number of ranks, and the samples of each in one training batch."""
+        rank, ranks, accumulated = 0, 1, 1
+        if self.trainer:
+            rank, ranks = self.trainer.global_rank, self.trainer.world_size
+            accumulated = self.trainer.accumulate_grad_batches
+        return rank, ranks, self.micro_batch(ranks, accumulated)
 
     def train_dataloader(self) -> ResumableLoader:
         """Shuffled batches of this rank's share."""
-        rank, world_size = self._place()
-        return ResumableLoader(
-            self.train, ShuffledShard(len(self.train), rank, world_size, self.seed), batch_size=self.batch_size
-        )
+        rank, ranks, size = self._place()
+        shard = ShuffledShard(len(self.train), rank, ranks, self.seed, per_step=self.batch_size // ranks)
+        return ResumableLoader(self.train, shard, batch_size=size)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Every validation sample on exactly one rank, in order, the last batch as small as it is.
+        """Every validation sample on exactly one rank, in batches of nearly equal size.
 
-        Nothing is padded, so that the mean over the set can be exact; ranks may differ by one batch, which is harmless
-        because validation runs no collective before its end.
+        Nothing is padded, so that the mean over the set can be exact. All ranks have the same number of batches,
+        because under FSDP2 they meet in every layer.
         """
-        rank, world_size = self._place()
-        return DataLoader(self.val, batch_size=self.batch_size, sampler=range(len(self.val))[rank::world_size])
+        rank, ranks, size = self._place()
+        return DataLoader(self.val, batch_sampler=even_batches(len(self.val), rank, ranks, size))
+
+
+def even_batches(length: int, rank: int, ranks: int, size: int) -> list[list[int]]:
+    """This rank's indices in batches: as many as on all other ranks, and each sample in one batch of one rank.
+
+    Args:
+        length: Samples in the data set.
+        rank: This process.
+        ranks: Number of processes.
+        size: Of the largest batch; a batch of 2 where 1 would leave a rank with an empty one.
+
+    Raises:
+        ValueError: If there are more ranks than samples.
+
+    Example:
+        >>> [even_batches(7, rank, 2, size=2) for rank in range(2)]
+        [[[0, 4], [2, 6]], [[1, 5], [3]]]
+    """
+    if length < ranks:
+        raise ValueError(f"{length} samples cannot be shared by {ranks} processes. Take at most {length} processes.")
+    largest = -(-length // ranks)
+    batches = min(-(-largest // size), length // ranks)
+    mine = range(rank, length, ranks)
+    return [list(mine[start::batches]) for start in range(batches)]

@@ -11,9 +11,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mixprec.sharding import is_sharded, shard_
 from recipes.data import Batch
 from recipes.objective import EDM
 from recipes.randomness import TRAINING, keyed_generator, validation_draws
@@ -57,6 +59,12 @@ class DiffusionModule(L.LightningModule):
         self._train_sum = torch.zeros(())  # fp32, of the epoch's batches whose update was taken
         self._train_count = 0
         self._skipped_count = 0
+
+    def configure_model(self) -> None:
+        """Shard the network under FSDP2; once, since Lightning calls this before every stage."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not is_sharded(self):
+            policy = self.trainer.precision_plugin.policy  # type: ignore[attr-defined]
+            shard_(self, policy, self.device_mesh["data_parallel"])  # type: ignore[index]
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the scheduler if there is one."""

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import to_absolute_path
 from torch import Tensor, nn
 
-from recipes.config import ConfigError, flatten
+from recipes.config import ConfigError, flatten, quoted
 
 
 def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
@@ -26,12 +26,16 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
 
     Args:
         ckpt_path: None starts anew; `last` means the newest `last.ckpt` of this run directory and its siblings, which
-            are the earlier runs of the experiment (jobs of sweeps included); anything else is a path, relative to
-            where the command was typed.
+            are the earlier runs of the experiment (jobs of sweeps included); `auto` means the `last.ckpt` of this very
+            directory, and to start anew as long as there is none; anything else is a path, relative to where the
+            command was typed.
         output_dir: This run's directory.
     """
     if ckpt_path is None:
         return None
+    if ckpt_path == "auto":
+        own = output_dir / "checkpoints" / "last.ckpt"
+        return _settled(own if own.is_file() else None)
     if ckpt_path == "last":
         root = output_dir.parent
         found = [*root.glob("*/checkpoints/last.ckpt"), *root.glob("sweep_*/*/checkpoints/last.ckpt")]
@@ -40,16 +44,19 @@ def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
                 f"ckpt_path=last: no earlier run was found. Looked for {root}/*/checkpoints/last.ckpt. "
                 "Leave ckpt_path out to start anew, or give the path of a checkpoint."
             )
-        path = max(found, key=lambda p: p.stat().st_mtime)
-        # Processes that Lightning starts repeat the command line: they must not search again and find another file.
-        sys.argv.append("ckpt_path='" + str(path).replace("'", r"\'") + "'")
-        return path
+        return _settled(max(found, key=lambda p: p.stat().st_mtime))
     path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
     if not path.is_file():
         raise ConfigError(
             f"ckpt_path={ckpt_path}: there is no file {path}. Write ckpt_path=last for the newest checkpoint of this "
             "experiment, or the path of a .ckpt file."
         )
+    return path
+
+
+def _settled(path: Path | None) -> Path | None:
+    """Processes that Lightning starts repeat the command line: they must not search again and find something else."""
+    sys.argv.append(f"ckpt_path={quoted(path) if path else 'null'}")
     return path
 
 

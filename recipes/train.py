@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,15 +20,15 @@ from typing import Any
 import hydra
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_mixprec import PrecisionPlan
-from recipes import command_line, resume
+from recipes import command_line, resume, sweep
 from recipes.callbacks import RunRecord, SampleGrid, SaveOnInterruption
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
@@ -57,7 +59,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
 
     Raises:
         ConfigError: Before anything is trained.
-        SystemExit: After SIGINT or SIGTERM, when what is kept has been shown.
+        SystemExit: After SIGINT, SIGTERM or SIGUSR1, when what is kept has been shown.
     """
     check_targets(config)
     seed = config["seed"]
@@ -92,8 +94,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         resume.check_fits(checkpoint, config, module, ckpt_path)
         resume.check_steps(checkpoint, trainer, ckpt_path)
     check_optimizer(config, module)
+    check_processes(trainer, config)
     check_batches(trainer, data)
-    check_launch(trainer)
     plan = policy_plan(trainer, module)
     if trainer.precision_plugin.policy.compute == "fp16" and trainer.strategy.root_device.type == "cpu":
         rank_zero_warn("precision=fp16 on a CPU is right but about 20 times slower. For a trial add model=unet_tiny.")
@@ -114,39 +116,56 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
 
 
 def check_batches(trainer: L.Trainer, data: Any) -> None:
-    """Refuse an epoch without batches, and an accumulation that no epoch completes.
+    """Refuse a batch that cannot be shared, an epoch without steps, and steps that would see another batch.
 
     Lightning steps at the end of an epoch even if the accumulation is incomplete
-    (Lightning-AI/pytorch-lightning#21808): a larger `accumulate_grad_batches` would silently train with a smaller
-    batch than asked for.
+    (Lightning-AI/pytorch-lightning#21808), which would silently train with a smaller batch than asked for.
     """
     data.setup("fit")
-    accumulated = trainer.accumulate_grad_batches
-    ranks = trainer.world_size
-    batches = data.train_batches(ranks)
-    if batches == 0:
+    ranks, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigError(
-            f"data.batch_size={data.batch_size}: {len(data.train)} training samples on {ranks} process(es) do not fill "
-            f"one batch. Choose data.batch_size <= {len(data.train) // ranks}."
+            "GradientAccumulationScheduler: data.batch_size is the batch of every step. Write "
+            "trainer.accumulate_grad_batches=NUMBER instead."
         )
+    try:
+        micro_batch = data.micro_batch(ranks, accumulated)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.{error} Processes are trainer.devices x trainer.num_nodes, accumulated batches "
+            "trainer.accumulate_grad_batches."
+        ) from error
+    if data.steps_per_epoch == 0:
+        shares = ranks * accumulated
+        raise ConfigError(
+            f"data.batch_size={data.batch_size}: {len(data.train)} training samples do not fill one step. "
+            f"Choose data.batch_size <= {len(data.train) // shares * shares}."
+        )
+    batches = data.steps_per_epoch * accumulated
     limit = trainer.limit_train_batches
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
-    if accumulated > batches:
+    if batches % accumulated:
+        nearest = " or ".join(
+            str(n) for n in (batches // accumulated * accumulated, -(-batches // accumulated) * accumulated) if n
+        )
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={accumulated}: an epoch has only {batches} batches "
-            f"on each of {ranks} process(es), and Lightning steps at its end. Choose at most {batches}, or a smaller "
-            f"data.batch_size (now {data.batch_size})."
+            f"trainer.limit_train_batches={limit}: an epoch has {batches} batches then, no multiple of "
+            f"trainer.accumulate_grad_batches={accumulated}, and Lightning steps at its end. Choose {nearest}."
         )
     if trainer.limit_val_batches == 0:
         rank_zero_warn(
             "trainer.limit_val_batches=0: without validation there is no validation loss, no sample grid and no "
             "checkpoint. For a checkpoint per epoch write callbacks.last.save_on_train_epoch_end=true."
         )
+    elif len(data.val) < ranks:
+        raise ConfigError(
+            f"{ranks} processes cannot share {len(data.val)} validation samples. Take fewer processes (trainer.devices,"
+            " trainer.num_nodes), or leave validation out: trainer.limit_val_batches=0."
+        )
     if trainer.is_global_zero:
-        total = data.batch_size * ranks * accumulated
         print(
-            f"{total} images per step = {data.batch_size} per batch x {ranks} process(es) x {accumulated} accumulated; "
-            f"{batches} batches per epoch"
+            f"{data.batch_size} images per step = {micro_batch} per batch x {ranks} process(es) x {accumulated} "
+            f"accumulated; {data.steps_per_epoch} steps per epoch"
         )
 
 
@@ -159,15 +178,37 @@ def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
             module.make_scheduler(optimizer)
 
 
-def check_launch(trainer: L.Trainer) -> None:
-    """Refuse a sweep whose jobs start processes by repeating the command line: each would run the sweep again."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return
-    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
+    """Refuse processes that were not started as configured, and what a strategy cannot do, before they meet."""
+    strategy, trainer_config = trainer.strategy, config["trainer"]
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    environment = getattr(strategy, "cluster_environment", None)
+    started = 1  # from outside
+    if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():
+        started = int(os.environ["WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_NTASKS"])
+    if environment is None and started > 1:
         raise ConfigError(
-            f"-m with {trainer.world_size} processes: Lightning would start them with the whole sweep's command line. "
-            "Run the jobs one by one without -m, or start one process per job (trainer.devices=1), or let "
-            "strategy=ddp strategy.start_method=fork start them."
+            f"trainer.devices={trainer_config['devices']}: {started} processes were started, and each would train "
+            "alone. Write trainer.devices=NUMBER, the processes per node, and trainer.num_nodes=NUMBER."
+        )
+    if nodes > 1 and isinstance(environment, LightningEnvironment) and "NODE_RANK" not in os.environ:
+        raise ConfigError(
+            f"trainer.num_nodes={nodes}: nothing has started the other nodes, and this one would wait for them. Start "
+            f"every node with torchrun --nnodes={nodes} --nproc-per-node={devices} -m recipes.train ..., or all with "
+            "srun, or submit with -m hydra/launcher=slurm."
+        )
+    if environment is not None:
+        try:
+            environment.validate_settings(num_devices=devices, num_nodes=nodes)
+        except ValueError as error:
+            raise ConfigError(
+                f"trainer.devices={devices} and trainer.num_nodes={nodes}: {error} They must be what the launcher was "
+                "told: processes per node, and nodes."
+            ) from error
+    if isinstance(strategy, ModelParallelStrategy) and config["precision"].get("masters", "fp32") != "fp32":
+        raise ConfigError(
+            f"precision.masters={config['precision']['masters']}: under strategy=fsdp2 the shards are fp32, and they "
+            "are the masters. Write precision.masters=fp32, or strategy=ddp."
         )
 
 
@@ -179,12 +220,19 @@ def policy_plan(trainer: L.Trainer, module: DiffusionModule) -> PrecisionPlan:
         raise ConfigError(f"precision.policy: {error}") from error
 
 
-def report(trainer: L.Trainer, output_dir: Path) -> None:
-    """Say what came out and where to look."""
+def validation_loss(trainer: L.Trainer) -> float | None:
+    """Of the last validation."""
     loss = trainer.callback_metrics.get("val/loss")
+    return None if loss is None else float(loss)
+
+
+def report(trainer: L.Trainer, output_dir: Path) -> None:
+    """Say what came out and where to look, and keep it."""
+    loss = validation_loss(trainer)
+    sweep.write_result(output_dir, trainer.global_step, loss)
     grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
     print(f"steps            {trainer.global_step}")
-    print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{float(loss):.4f}'}")
+    print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{loss:.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
     print(f"curves           tensorboard --logdir {shlex.quote(str(output_dir))}")
 
@@ -207,6 +255,10 @@ def interrupted(trainer: L.Trainer, output_dir: Path) -> int:
     print(f"checkpoint       {'none was written yet' if step is None else f'{path}, of step {step}'}")
     print(f"to continue      {shlex.join(['python', '-m', 'recipes.train', *again])}")
     received = callbacks[0].signal if callbacks else None
+    if received == signal.SIGUSR1 and SLURMEnvironment.detect():
+        job = os.environ["SLURM_JOB_ID"]
+        status = subprocess.call(["scontrol", "requeue", job])
+        print(f"requeued         {f'job {job}' if status == 0 else f'no: scontrol requeue {job} ended with {status}'}")
     return 128 + (received or signal.SIGINT)
 
 
@@ -229,9 +281,11 @@ def quiet() -> Iterator[None]:
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="train")
-def main(cfg: DictConfig) -> None:
-    """One job: what Hydra calls once, or once per job of a sweep."""
+def main(cfg: DictConfig) -> float | None:
+    """What Hydra calls once, or once per job of a sweep, whose sweeper may want to minimise the loss."""
     output_dir = Path(HydraConfig.get().runtime.output_dir)
+    if sweep.is_job():
+        return sweep.run_job(output_dir)
     try:
         with quiet():
             trainer = train(plain(cfg), output_dir)
@@ -239,6 +293,7 @@ def main(cfg: DictConfig) -> None:
         fail(error)
     if trainer.is_global_zero and not cfg.dry_run:
         report(trainer, output_dir)
+    return validation_loss(trainer)
 
 
 if __name__ == "__main__":

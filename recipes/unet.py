@@ -169,9 +169,9 @@ class UpBlock(nn.Module):
         self.upsamplers = nn.ModuleList([Upsample(channels[-1])] if double else [])
 
     def forward(self, x: Tensor, temb: Tensor, skips: list[Tensor]) -> Tensor:
-        """Map `(batch, channels, H, W)` to the next resolution; takes what it needs from the end of `skips`."""
+        """Map `(batch, channels, H, W)` to the next resolution; `skips` has a map per layer, used from the end."""
         for index, resnet in enumerate(self.resnets):
-            x = resnet(torch.cat([x, skips.pop()], dim=1), temb)
+            x = resnet(torch.cat([x, skips[-1 - index]], dim=1), temb)
             if self.attentions:
                 x = self.attentions[index](x)
         for upsample in self.upsamplers:
@@ -305,5 +305,7 @@ class UNet(nn.Module):
             skips += down(skips[-1], temb)
         x = self.mid_block(skips[-1], temb)
         for up in self.up_blocks:
-            x = up(x, temb, skips)
+            needed = len(up.resnets)  # type: ignore[arg-type]
+            x = up(x, temb, skips[-needed:])  # not popped there: FSDP2 hands each unit a copy of its arguments
+            del skips[-needed:]
         return self.conv_out(F.silu(self.conv_norm_out(x)))

@@ -12,7 +12,8 @@ def launch(script: str, processes: int, *arguments: object, timeout: float = 240
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = Path(__file__).parent
+    paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     shared |= {"LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,132 @@
+"""Sweeps (`-m`): every job is a process of its own, and `results.csv` holds what came out of all of them.
+
+A job that starts further processes repeats its command line for them, so that must be the job's alone. A process per
+job is also a clean one: nothing of the job before is left in it, and its failure ends nothing else.
+
+It leaves out which jobs there are (Hydra's sweepers), and jobs in SLURM tasks, which are processes of their own
+already.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from omegaconf import DictConfig
+
+from recipes.config import quoted
+
+RESULT = "result.json"
+"""In the directory of every run that ended well, and of every job of a sweep."""
+
+COLUMNS = ("job", "overrides", "status", "steps", "validation_loss")
+
+OWN_TO_SWEEP = ("hydra.mode", "hydra.run.dir", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+"""Overrides of Hydra's own that a job does not repeat."""
+
+
+def is_job() -> bool:
+    """Whether this is a job of a sweep that has no process of its own yet."""
+    return HydraConfig.initialized() and _in_sweep() and not SLURMEnvironment.detect()
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def run_job(output_dir: Path) -> float | None:
+    """Run this job as one child, keep what came out, and return its validation loss.
+
+    A signal is passed on, so that the job can save a checkpoint; the sweep then ends with the job.
+
+    Args:
+        output_dir: The job's directory.
+    """
+    config = HydraConfig.get()
+    (output_dir / RESULT).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "recipes.train", *_arguments(output_dir)]
+    received: list[int] = []
+    # In a session of its own: the terminal's Ctrl-C would come a second time, which stops without saving.
+    child = subprocess.Popen(command, cwd=config.runtime.cwd, start_new_session=True)
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append(number)
+        child.send_signal(number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    path = output_dir / RESULT
+    outcome = json.loads(path.read_text()) if path.is_file() else {"steps": None, "validation_loss": None}
+    write_result(output_dir, **outcome | {"status": status})
+    if received:
+        collect(Path(config.sweep.dir))
+        sys.exit(status)
+    return outcome["validation_loss"]
+
+
+def _arguments(output_dir: Path) -> list[str]:
+    """The command line of this job alone."""
+    typed = sys.argv[1:]
+    overrides = get_args_parser().parse_intermixed_args(typed).overrides
+    flags = [argument for argument in typed if argument not in {*overrides, "-m", "--multirun"}]
+    given = HydraConfig.get().overrides
+    shared = [line for line in given.hydra if not line.lstrip("+~").startswith(OWN_TO_SWEEP)]
+    return [*flags, *given.task, *shared, f"hydra.run.dir={quoted(output_dir)}"]
+
+
+def write_result(output_dir: Path, steps: int | None, validation_loss: float | None, status: int = 0, **_: Any) -> None:
+    """Keep the outcome of a run as JSON, with its number if it is a job of a sweep."""
+    config = HydraConfig.get()
+    row = {
+        "job": config.job.num if _in_sweep() else None,
+        "overrides": " ".join(config.overrides.task),
+        "status": status,
+        "steps": steps,
+        "validation_loss": validation_loss,
+    }
+    (output_dir / RESULT).write_text(json.dumps(row, indent=1) + "\n")
+
+
+def collect(sweep_dir: Path) -> list[dict[str, Any]]:
+    """Write `results.csv`, a line per job, from the results in the jobs' directories; return the lines."""
+    rows = [json.loads(path.read_text()) for path in sweep_dir.rglob(RESULT)]
+    rows.sort(key=lambda row: row["job"])
+    with (sweep_dir / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+class CollectResults(Callback):
+    """Collect at the end of a sweep, and let the exit status say whether every job ended well."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Forget an earlier sweep in the same directory."""
+        for path in Path(config.hydra.sweep.dir).rglob(RESULT):
+            path.unlink()
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Collect and report."""
+        sweep_dir = Path(config.hydra.sweep.dir)
+        rows = collect(sweep_dir)
+        failed = [row for row in rows if row["status"] != 0]
+        for row in failed:
+            print(f"job {row['job']} failed with exit status {row['status']}: {row['overrides']}", file=sys.stderr)
+        print(f"{len(rows) - len(failed)} of {len(rows)} jobs ended well. Results: {sweep_dir / 'results.csv'}")
+        if failed:
+            sys.exit(1)
