@@ -92,6 +92,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         resume.check_fits(checkpoint, config, module, ckpt_path)
         resume.check_steps(checkpoint, trainer, ckpt_path)
     check_optimizer(config, module)
+    check_sampler(config, module)
     check_batches(trainer, data)
     check_launch(trainer)
     plan = policy_plan(trainer, module)
@@ -157,6 +158,12 @@ def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
     if module.make_scheduler is not None:
         with refusals(config, "scheduler"):
             module.make_scheduler(optimizer)
+
+
+def check_sampler(config: dict[str, Any], module: DiffusionModule) -> None:
+    """Refuse a sampler that the objective has no use for before an hour of training has passed."""
+    with refusals(config, "sampler"):
+        build(config, "sampler").check(module.objective)
 
 
 def check_launch(trainer: L.Trainer) -> None:
