@@ -30,7 +30,7 @@ def logit_normal(normal: Tensor, mean: float, std: float) -> Tensor:
 
 def uniform(normal: Tensor) -> Tensor:
     """Times evenly distributed in [0, 1]: the quantiles of the normal numbers, fp32, same shape."""
-    return torch.special.ndtr(normal.double()).float()
+    return torch.special.ndtr(normal.float())
 
 
 def unit_times(density: str, normal: Tensor, mean: float, std: float) -> Tensor:
@@ -63,5 +63,5 @@ def stratify(normal: Tensor) -> Tensor:
         >>> stratify(torch.zeros(2))  # the quartiles
         tensor([-0.6745,  0.6745])
     """
-    place = torch.arange(len(normal), device=normal.device) + torch.special.ndtr(normal.double())
-    return torch.special.ndtri((place / len(normal)).clamp(1e-7, 1 - 1e-7)).float()
+    place = torch.arange(len(normal), device=normal.device) + torch.special.ndtr(normal.float())
+    return torch.special.ndtri((place / len(normal)).clamp(1e-7, 1 - 1e-7))

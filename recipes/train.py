@@ -107,6 +107,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     if trainer.is_global_zero:
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         print(f"{type(module.net).__name__} with {trained:,} trained parameters")
+    if config["compile"]:
+        module.net.compile()  # in place: names of weights stay as they are
     try:
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     except SystemExit:  # after a signal

@@ -356,7 +356,7 @@ ERRORS = {
     ],
     "precision.masters=splitt": ["precision.masters=splitt", "Did you mean 'split'"],
     "precision.policy.compute=bf61": ["precision.policy.compute=bf61: lightning_mixprec.PrecisionPolicy refused"],
-    "+foo=1": ["unknown key 'foo'", "callbacks, ckpt_path, data"],
+    "+foo=1": ["unknown key 'foo'", "callbacks, ckpt_path, compile, data"],
     "+sede=1": ["unknown key 'sede'", "Did you mean 'seed'"],
     "++foo.bar=1": ["unknown key 'foo'"],
     "optimizer.lr=abc": ["optimizer.lr=abc: torch.optim.AdamW takes a number", "Change it"],
