@@ -192,6 +192,8 @@ class DiT(nn.Module):
         Returns:
             `(batch, in_channels, image_size, image_size)`, in whatever dtype the last layer returns.
         """
+        if x.shape[2:] != (self.image_size, self.image_size):
+            raise ValueError(f"image_size={self.image_size} was given images of {x.shape[2]} x {x.shape[3]} pixels.")
         condition = self.time_embedding(sinusoid(noise_level.float() * self.time_scale, TIME_FEATURES))
         condition = condition + self.class_embedding(labels)  # (batch, hidden_size)
 

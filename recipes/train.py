@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -24,6 +25,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
 from omegaconf import DictConfig
+from torch.func import functional_call
 
 from lightning_mixprec import PrecisionPlan
 from recipes import command_line, resume
@@ -91,6 +93,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     if checkpoint and ckpt_path:
         resume.check_fits(checkpoint, config, module, ckpt_path)
         resume.check_steps(checkpoint, trainer, ckpt_path)
+    check_model(config, module, data)
     check_optimizer(config, module)
     check_sampler(config, module)
     check_batches(trainer, data)
@@ -151,6 +154,24 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
             f"{total} images per step = {data.batch_size} per batch x {ranks} process(es) x {accumulated} accumulated; "
             f"{batches} batches per epoch"
         )
+
+
+def check_model(config: dict[str, Any], module: DiffusionModule, data: Any) -> None:
+    """Refuse a network that was made for other images or labels: one call, on a device that computes nothing."""
+    if module.net.null_label != data.num_classes:
+        raise ConfigError(
+            f"model has {module.net.null_label} classes, the data have {data.num_classes}. Choose "
+            f"model.num_classes={data.num_classes}, or other data."
+        )
+    image = torch.zeros(1, *data.image_shape, device="meta")
+    state = {name: value.to("meta") for name, value in module.net.state_dict(keep_vars=True).items()}
+    with torch.no_grad(), refusals(config, "model"):
+        try:
+            shape = functional_call(module.net, state, (image, image.new_zeros(1), image.new_zeros(1).long())).shape
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"it cannot take images of shape {list(data.image_shape)}: {error}") from error
+        if shape != image.shape:
+            raise ValueError(f"images of shape {list(data.image_shape)} come out as {list(shape[1:])}.")
 
 
 def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:

@@ -301,6 +301,33 @@ def test_missing_diffusers_is_refused_with_what_to_install(
     assert "pip install 'diffusers" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["model=dit_s_2"], ["model has 1000 classes, the data have 10", "model.num_classes=10"]),
+        (
+            ["model=dit_s_2", "model.num_classes=10"],
+            ["model.image_size=32: recipes.dit.DiT refused: it cannot take images of shape [1, 8, 8]"],
+        ),
+        (
+            ["model=dit_tiny", "model.image_size=16"],
+            ["model.image_size=16: recipes.dit.DiT refused", "images of 8 x 8 pixels"],
+        ),
+    ],
+)
+def test_models_for_other_data_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    expected: list[str],
+) -> None:
+    assert cli(monkeypatch, *SHORT, *options, f"hydra.run.dir={tmp_path}") == 2
+    shown = capfd.readouterr().err
+    assert all(text in shown for text in expected), shown
+    assert "Traceback" not in shown
+
+
 @pytest.mark.slow
 def test_compiled_network_trains_to_the_same_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     losses = []
