@@ -94,8 +94,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
         resume.check_fits(checkpoint, config, module, ckpt_path)
         resume.check_steps(checkpoint, trainer, ckpt_path)
     check_model(config, module, data)
-    check_optimizer(config, module)
     check_sampler(config, module)
+    check_optimizer(config, module)
     check_batches(trainer, data)
     check_launch(trainer)
     plan = policy_plan(trainer, module)
@@ -174,6 +174,12 @@ def check_model(config: dict[str, Any], module: DiffusionModule, data: Any) -> N
             raise ValueError(f"images of shape {list(data.image_shape)} come out as {list(shape[1:])}.")
 
 
+def check_sampler(config: dict[str, Any], module: DiffusionModule) -> None:
+    """Refuse a sampler that the objective has no use for before an hour of training has passed."""
+    with refusals(config, "sampler"):
+        build(config, "sampler").check(module.objective)
+
+
 def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
     """Build optimizer and scheduler once for nothing: what they refuse is refused before processes and files exist."""
     with refusals(config, "optimizer"):
@@ -181,12 +187,6 @@ def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
     if module.make_scheduler is not None:
         with refusals(config, "scheduler"):
             module.make_scheduler(optimizer)
-
-
-def check_sampler(config: dict[str, Any], module: DiffusionModule) -> None:
-    """Refuse a sampler that the objective has no use for before an hour of training has passed."""
-    with refusals(config, "sampler"):
-        build(config, "sampler").check(module.objective)
 
 
 def check_launch(trainer: L.Trainer) -> None:
