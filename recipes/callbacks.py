@@ -26,7 +26,7 @@ from recipes.config import flatten
 from recipes.data import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.images import count_non_finite, image_grid, save_png
-from recipes.sampler import HeunSampler, draw_samples
+from recipes.sampler import Sampler, draw_samples
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """After which a run is to end with a checkpoint."""
@@ -48,7 +48,7 @@ class SampleGrid(L.Callback):
     """
 
     def __init__(
-        self, sampler: HeunSampler, directory: str, per_class: int = 8, guidance: float = 1.0, seed: int = 0
+        self, sampler: Sampler, directory: str, per_class: int = 8, guidance: float = 1.0, seed: int = 0
     ) -> None:
         self.sampler = sampler
         self.directory = Path(directory)

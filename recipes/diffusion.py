@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.sharding import is_sharded, shard_
 from recipes.data import Batch
-from recipes.objective import EDM
+from recipes.objective import Objective
 from recipes.randomness import TRAINING, keyed_generator, validation_draws
 
 
@@ -26,7 +26,7 @@ class DiffusionModule(L.LightningModule):
 
     Args:
         net: Network with the call `(image, noise_level, labels)` and an attribute `null_label`.
-        objective: Preconditioning, weights and loss.
+        objective: Times, preconditioning, weights and loss.
         optimizer: Takes the parameters, returns an optimizer.
         scheduler: Takes the optimizer, returns a learning-rate scheduler that advances once per optimizer step.
         seed: Training noise is a function of (seed, rank, epoch, batch): other noise on every rank, the same noise in
@@ -34,6 +34,7 @@ class DiffusionModule(L.LightningModule):
 
     Example:
         >>> from functools import partial
+        >>> from recipes.objective import EDM
         >>> from recipes.unet import UNet
         >>> net = UNet(in_channels=1, num_classes=10)
         >>> module = DiffusionModule(net, EDM(), partial(torch.optim.AdamW, lr=2e-3))
@@ -42,7 +43,7 @@ class DiffusionModule(L.LightningModule):
     def __init__(
         self,
         net: nn.Module,
-        objective: EDM,
+        objective: Objective,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         scheduler: Callable[[Optimizer], Any] | None = None,
         seed: int = 0,
@@ -81,24 +82,24 @@ class DiffusionModule(L.LightningModule):
         return self._make_optimizer(p for p in self.parameters() if p.requires_grad)
 
     def draw(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Labels after dropout `(batch,)`, noise levels `(batch,)` and noise `(batch, C, H, W)` of a training batch.
+        """Labels after dropout `(batch,)`, times `(batch,)` and noise `(batch, C, H, W)` of a training batch.
 
-        Noise levels and noise are fp32 and drawn on the device of the images.
+        Times and noise are fp32 and drawn on the device of the images.
         """
         images, labels = batch["image"], batch["label"]
         generator = keyed_generator(
             TRAINING, self.seed, self.global_rank, self.current_epoch, batch_idx, device=images.device
         )
         count, device = len(images), images.device
-        sigma = self.objective.sigma(torch.randn(count, generator=generator, device=device))
+        time = self.objective.draw(count, generator)
         noise = torch.randn(images.shape, generator=generator, device=device)
         dropped = torch.rand(count, generator=generator, device=device) < self.objective.label_dropout
-        return torch.where(dropped, int(self.net.null_label), labels), sigma, noise  # type: ignore[arg-type]
+        return torch.where(dropped, int(self.net.null_label), labels), time, noise  # type: ignore[arg-type]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean weighted denoising loss of the batch, a fp32 scalar."""
-        labels, sigma, noise = self.draw(batch, batch_idx)
-        loss = self.objective.loss(self.net, batch["image"], labels, sigma, noise).mean()
+        """Mean weighted loss of the batch, a fp32 scalar."""
+        labels, time, noise = self.draw(batch, batch_idx)
+        loss = self.objective.loss(self.net, batch["image"], labels, time, noise).mean()
         self._step_losses.append(loss.detach())
         return loss
 
@@ -149,7 +150,7 @@ class DiffusionModule(L.LightningModule):
         """Add up the loss on noise that belongs to each sample, with its label."""
         images = batch["image"]
         noise, normal = validation_draws(batch["index"], tuple(images.shape[1:]))
-        losses = self.objective.loss(self.net, images, batch["label"], self.objective.sigma(normal), noise)
+        losses = self.objective.loss(self.net, images, batch["label"], self.objective.times(normal), noise)
         self._val_sum += losses.sum()
         self._val_count += len(losses)
 

@@ -15,7 +15,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 
 from recipes import command_line
-from recipes.config import ConfigError, build, check_targets, fail, plain
+from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.images import count_non_finite, image_grid, save_png
 from recipes.resume import read
 from recipes.sampler import draw_samples
@@ -42,7 +42,10 @@ def sample(config: dict[str, Any]) -> None:
     net.to(config["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     per_class, guidance, seed = config["per_class"], config["guidance"], config["seed"]
-    samples = draw_samples(net, objective, build(config, "sampler"), data.image_shape, per_class, guidance, seed)
+    sampler = build(config, "sampler")
+    with refusals(config, "sampler"):
+        sampler.check(objective)
+    samples = draw_samples(net, objective, sampler, data.image_shape, per_class, guidance, seed)
     name = f"{path.stem}_{config['weights']}_guidance{guidance:g}_seed{seed}.png"
     output = Path(to_absolute_path(config["output"])) if config["output"] else path.parent.parent / "samples" / name
     save_png(image_grid(samples, columns=len(samples) // per_class), output)

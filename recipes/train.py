@@ -19,6 +19,7 @@ from typing import Any
 
 import hydra
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
@@ -26,6 +27,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
 from omegaconf import DictConfig
+from torch.func import functional_call
 
 from lightning_mixprec import PrecisionPlan
 from recipes import command_line, resume, sweep
@@ -93,6 +95,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     if checkpoint and ckpt_path:
         resume.check_fits(checkpoint, config, module, ckpt_path)
         resume.check_steps(checkpoint, trainer, ckpt_path)
+    check_model(config, module, data)
+    check_sampler(config, module)
     check_optimizer(config, module)
     check_processes(trainer, config)
     check_batches(trainer, data)
@@ -108,6 +112,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     if trainer.is_global_zero:
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         print(f"{type(module.net).__name__} with {trained:,} trained parameters")
+    if config["compile"]:
+        module.net.compile()  # in place: names of weights stay as they are
     try:
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     except SystemExit:  # after a signal
@@ -167,6 +173,30 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
             f"{data.batch_size} images per step = {micro_batch} per batch x {ranks} process(es) x {accumulated} "
             f"accumulated; {data.steps_per_epoch} steps per epoch"
         )
+
+
+def check_model(config: dict[str, Any], module: DiffusionModule, data: Any) -> None:
+    """Refuse a network that was made for other images or labels: one call, on a device that computes nothing."""
+    if module.net.null_label != data.num_classes:
+        raise ConfigError(
+            f"model has {module.net.null_label} classes, the data have {data.num_classes}. Choose "
+            f"model.num_classes={data.num_classes}, or other data."
+        )
+    image = torch.zeros(1, *data.image_shape, device="meta")
+    state = {name: value.to("meta") for name, value in module.net.state_dict(keep_vars=True).items()}
+    with torch.no_grad(), refusals(config, "model"):
+        try:
+            shape = functional_call(module.net, state, (image, image.new_zeros(1), image.new_zeros(1).long())).shape
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"it cannot take images of shape {list(data.image_shape)}: {error}") from error
+        if shape != image.shape:
+            raise ValueError(f"images of shape {list(data.image_shape)} come out as {list(shape[1:])}.")
+
+
+def check_sampler(config: dict[str, Any], module: DiffusionModule) -> None:
+    """Refuse a sampler that the objective has no use for before an hour of training has passed."""
+    with refusals(config, "sampler"):
+        build(config, "sampler").check(module.objective)
 
 
 def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:

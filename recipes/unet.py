@@ -1,9 +1,9 @@
-"""A small class-conditional U-Net, readable top to bottom.
+"""A class-conditional U-Net, readable top to bottom.
 
-Why it exists: the default recipe needs a real network that trains in a minute on two CPU cores, and whose layers carry
-the names that per-layer fp32 policies already know from diffusers (`time_embedding`, `class_embedding`,
-`conv_norm_out`, `conv_out`, ...). The module tree and the arithmetic follow diffusers' `UNet2DModel` made of
-`DownBlock2D` and `AttnDownBlock2D`, with `layers_per_block + 1` residual layers per resolution on the way up.
+Why it exists: recipes need a real network, from one that trains in a minute on two CPU cores to ADM's, whose layers
+carry the names that per-layer fp32 policies already know from diffusers (`time_embedding`, `class_embedding`,
+`conv_norm_out`, `conv_out`, ...). Weights and arithmetic are those of diffusers' `UNet2DModel`: a state dict of one
+loads into the other.
 
 It leaves out dropout, so that a training run consumes no global random numbers and resumes bit for bit.
 """
@@ -11,11 +11,13 @@ It leaves out dropout, so that a training run consumes no global random numbers 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def sinusoid(position: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
@@ -59,26 +61,68 @@ class TimestepEmbedding(nn.Module):
         return self.linear_2(F.silu(self.linear_1(features)))
 
 
-class ResnetBlock(nn.Module):
-    """Norm, SiLU, 3x3 convolution, twice, with the conditioning vector added in between."""
+def call(block: Callable[..., Any], *inputs: Any, checkpointing: bool) -> Any:
+    """`block(*inputs)`; with checkpointing, its activations are computed again in backward instead of being kept.
 
-    def __init__(self, in_channels: int, out_channels: int, temb_channels: int, norm_num_groups: int) -> None:
+    The networks here draw no random numbers, so no generator state is saved with it.
+    """
+    if checkpointing and torch.is_grad_enabled():
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return block(*inputs)
+
+
+class ResnetBlock(nn.Module):
+    """Norm, SiLU, 3x3 convolution, twice, with the conditioning vector coming in between.
+
+    Args:
+        in_channels: Channels that come in.
+        out_channels: Channels that go out.
+        temb_channels: Width of the conditioning vector.
+        norm_num_groups: Groups of both norms.
+        scale_shift: The vector scales and shifts the second norm's result (Dhariwal and Nichol 2021, "adaptive group
+            normalisation") instead of being added before it.
+        resample: Change height and width on both branches: `down` halves them, `up` doubles them.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        temb_channels: int,
+        norm_num_groups: int,
+        scale_shift: bool = False,
+        resample: Literal["down", "up"] | None = None,
+    ) -> None:
         super().__init__()
+        self.scale_shift = scale_shift
+        self.resample = resample
         self.norm1 = nn.GroupNorm(norm_num_groups, in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.time_emb_proj = nn.Linear(temb_channels, out_channels)
+        self.time_emb_proj = nn.Linear(temb_channels, (1 + scale_shift) * out_channels)
         self.norm2 = nn.GroupNorm(norm_num_groups, out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.conv_shortcut = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else None
 
     def forward(self, x: Tensor, temb: Tensor) -> Tensor:
-        """Map `(batch, in_channels, H, W)` and `(batch, temb_channels)` to `(batch, out_channels, H, W)`."""
-        h = self.conv1(F.silu(self.norm1(x)))
-        h = h + self.time_emb_proj(F.silu(temb))[:, :, None, None]
-        h = self.conv2(F.silu(self.norm2(h)))
+        """Map `(batch, in_channels, H, W)` and `(batch, temb_channels)` to `(batch, out_channels, H', W')`."""
+        h = F.silu(self.norm1(x))
+        x, h = (self._resampled(t) for t in (x, h))
+        h = self.conv1(h)
+        condition = self.time_emb_proj(F.silu(temb))[:, :, None, None]
+        if self.scale_shift:
+            scale, shift = condition.chunk(2, dim=1)
+            h = self.norm2(h) * (1 + scale) + shift
+        else:
+            h = self.norm2(h + condition)
+        h = self.conv2(F.silu(h))
         if self.conv_shortcut is not None:
             x = self.conv_shortcut(x)
         return x + h
+
+    def _resampled(self, x: Tensor) -> Tensor:
+        if self.resample == "down":
+            return F.avg_pool2d(x, 2)
+        return F.interpolate(x, scale_factor=2.0, mode="nearest") if self.resample == "up" else x
 
 
 class Attention(nn.Module):
@@ -120,7 +164,7 @@ class Downsample(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, temb: Tensor) -> Tensor:
         """Map `(batch, channels, H, W)` to `(batch, channels, H/2, W/2)`."""
         return self.conv(x)
 
@@ -132,7 +176,7 @@ class Upsample(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, temb: Tensor) -> Tensor:
         """Map `(batch, channels, H, W)` to `(batch, channels, 2H, 2W)`."""
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
@@ -140,12 +184,11 @@ class Upsample(nn.Module):
 class DownBlock(nn.Module):
     """One resolution on the way down: residual layers, each with optional attention, then optionally half the size."""
 
-    def __init__(
-        self, channels: Sequence[int], temb_channels: int, head_dim: int | None, norm_num_groups: int, halve: bool
-    ) -> None:
+    def __init__(self, resnets: list[nn.Module], attentions: list[nn.Module], downsamplers: list[nn.Module]) -> None:
         super().__init__()
-        self.resnets, self.attentions = _layers(channels[:-1], channels[-1], temb_channels, head_dim, norm_num_groups)
-        self.downsamplers = nn.ModuleList([Downsample(channels[-1])] if halve else [])
+        self.resnets = nn.ModuleList(resnets)
+        self.attentions = nn.ModuleList(attentions)
+        self.downsamplers = nn.ModuleList(downsamplers)
 
     def forward(self, x: Tensor, temb: Tensor) -> list[Tensor]:
         """Return every feature map `(batch, channels, H, W)` that the way up will need, the last one to go on with."""
@@ -155,46 +198,36 @@ class DownBlock(nn.Module):
             if self.attentions:
                 x = self.attentions[index](x)
             skips.append(x)
-        return [*skips, *(downsample(x) for downsample in self.downsamplers)]
+        return [*skips, *(downsample(x, temb) for downsample in self.downsamplers)]
 
 
 class UpBlock(nn.Module):
     """One resolution on the way up: like `DownBlock`, but each residual layer also takes a map from the way down."""
 
-    def __init__(
-        self, channels: Sequence[int], temb_channels: int, head_dim: int | None, norm_num_groups: int, double: bool
-    ) -> None:
+    def __init__(self, resnets: list[nn.Module], attentions: list[nn.Module], upsamplers: list[nn.Module]) -> None:
         super().__init__()
-        self.resnets, self.attentions = _layers(channels[:-1], channels[-1], temb_channels, head_dim, norm_num_groups)
-        self.upsamplers = nn.ModuleList([Upsample(channels[-1])] if double else [])
+        self.resnets = nn.ModuleList(resnets)
+        self.attentions = nn.ModuleList(attentions)
+        self.upsamplers = nn.ModuleList(upsamplers)
 
     def forward(self, x: Tensor, temb: Tensor, skips: list[Tensor]) -> Tensor:
-        """Map `(batch, channels, H, W)` to the next resolution; `skips` has a map per layer, used from the end."""
+        """Map `(batch, channels, H, W)` to the next resolution, with one map per residual layer, the last one first."""
         for index, resnet in enumerate(self.resnets):
             x = resnet(torch.cat([x, skips[-1 - index]], dim=1), temb)
             if self.attentions:
                 x = self.attentions[index](x)
         for upsample in self.upsamplers:
-            x = upsample(x)
+            x = upsample(x, temb)
         return x
-
-
-def _layers(
-    inputs: Sequence[int], out: int, temb_channels: int, head_dim: int | None, norm_num_groups: int
-) -> tuple[nn.ModuleList, nn.ModuleList]:
-    """Residual layers with these input channels, and as many attentions, or none without a head dimension."""
-    resnets = nn.ModuleList(ResnetBlock(channels, out, temb_channels, norm_num_groups) for channels in inputs)
-    attentions = nn.ModuleList(Attention(out, head_dim, norm_num_groups) for _ in inputs if head_dim)
-    return resnets, attentions
 
 
 class MidBlock(nn.Module):
     """Residual layer, attention, residual layer at the lowest resolution."""
 
-    def __init__(self, channels: int, temb_channels: int, head_dim: int, norm_num_groups: int) -> None:
+    def __init__(self, attention: nn.Module, resnets: list[nn.Module]) -> None:
         super().__init__()
-        self.attentions = nn.ModuleList([Attention(channels, head_dim, norm_num_groups)])
-        self.resnets = nn.ModuleList(ResnetBlock(channels, channels, temb_channels, norm_num_groups) for _ in range(2))
+        self.attentions = nn.ModuleList([attention])
+        self.resnets = nn.ModuleList(resnets)
 
     def forward(self, x: Tensor, temb: Tensor) -> Tensor:
         """Map `(batch, channels, H, W)` to the same shape."""
@@ -210,11 +243,14 @@ class UNet(nn.Module):
         num_classes: Number of labels. One more row of `class_embedding`, at index `num_classes`, stands for "no label".
         block_out_channels: Channels at each resolution, highest first.
         attention_levels: Which of these resolutions have self-attention (0 is the highest).
-        layers_per_block: Residual layers per resolution on the way down.
+        layers_per_block: Residual layers per resolution on the way down; there is one more on the way up.
         attention_head_dim: Channels per attention head.
         norm_num_groups: Groups of every GroupNorm; must divide all channel counts.
+        scale_shift: The condition scales and shifts normalised activations, as in ADM, instead of being added.
+        resample: `conv` halves and doubles sizes by a convolution, `residual` inside a residual layer, as in ADM.
         time_scale: The noise level is multiplied by this before its sinusoid is taken. The sinusoid was made for
-            timesteps 0 to 1000; EDM's noise level ln(σ)/4 spans about -1.5 to 1.1.
+            timesteps 0 to 1000; EDM's noise level ln(σ)/4 spans about -1.5 to 1.1, DDPM's and flow matching's 0 to 1.
+        checkpointing: Keep no activations inside blocks for backward, and compute them again: less memory, more time.
 
     Example:
         >>> net = UNet(in_channels=1, num_classes=10, block_out_channels=[8, 8], norm_num_groups=4)
@@ -231,7 +267,10 @@ class UNet(nn.Module):
         layers_per_block: int = 1,
         attention_head_dim: int = 8,
         norm_num_groups: int = 8,
+        scale_shift: bool = False,
+        resample: Literal["conv", "residual"] = "conv",
         time_scale: float = 1000.0,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         channels = list(block_out_channels)
@@ -247,16 +286,28 @@ class UNet(nn.Module):
                 f"attention_levels={list(attention_levels)} names levels {unknown}; there are levels 0 to "
                 f"{len(channels) - 1}."
             )
+        if resample not in ("conv", "residual"):
+            raise ValueError(f"resample={resample!r} must be 'conv' or 'residual'.")
         self.null_label = num_classes
         self.time_scale = time_scale
         self.time_features = channels[0]
+        self.checkpointing = checkpointing
         temb = 4 * channels[0]
         self.conv_in = nn.Conv2d(in_channels, channels[0], 3, padding=1)
         self.time_embedding = TimestepEmbedding(channels[0], temb)
         self.class_embedding = nn.Embedding(num_classes + 1, temb)
 
-        def head_dim(level: int) -> int | None:
-            return attention_head_dim if level in attention_levels else None
+        def resnet(inputs: int, out: int, change: Literal["down", "up"] | None = None) -> nn.Module:
+            return ResnetBlock(inputs, out, temb, norm_num_groups, scale_shift, change)
+
+        def attention(out: int) -> nn.Module:
+            return Attention(out, attention_head_dim, norm_num_groups)
+
+        def down(out: int) -> nn.Module:
+            return Downsample(out) if resample == "conv" else resnet(out, out, "down")
+
+        def up(out: int) -> nn.Module:
+            return Upsample(out) if resample == "conv" else resnet(out, out, "up")
 
         # `skips` lists the channels of every feature map that the way down hands over to the way up.
         last = len(channels) - 1
@@ -264,20 +315,23 @@ class UNet(nn.Module):
         skips = [current]
         self.down_blocks = nn.ModuleList()
         for level, out in enumerate(channels):
-            chain = [current, *[out] * layers_per_block]
-            self.down_blocks.append(DownBlock(chain, temb, head_dim(level), norm_num_groups, halve=level < last))
+            inputs = [current, *[out] * (layers_per_block - 1)]
+            resnets = [resnet(c, out) for c in inputs]
+            attentions = [attention(out) for _ in inputs if level in attention_levels]
+            self.down_blocks.append(DownBlock(resnets, attentions, [down(out)] if level < last else []))
             skips += [out] * (layers_per_block + (level < last))
             current = out
 
-        self.mid_block = MidBlock(current, temb, attention_head_dim, norm_num_groups)
+        middle = attention(current)
+        self.mid_block = MidBlock(middle, [resnet(current, current) for _ in range(2)])
 
         self.up_blocks = nn.ModuleList()
         for level, out in reversed(list(enumerate(channels))):
-            chain = []
-            for _ in range(layers_per_block + 1):
-                chain.append(current + skips.pop())
-                current = out
-            self.up_blocks.append(UpBlock([*chain, out], temb, head_dim(level), norm_num_groups, double=level > 0))
+            inputs = [c + skips.pop() for c in [current, *[out] * layers_per_block]]
+            resnets = [resnet(c, out) for c in inputs]
+            attentions = [attention(out) for _ in inputs if level in attention_levels]
+            self.up_blocks.append(UpBlock(resnets, attentions, [up(out)] if level > 0 else []))
+            current = out
 
         self.conv_norm_out = nn.GroupNorm(norm_num_groups, channels[0])
         self.conv_out = nn.Conv2d(channels[0], in_channels, 3, padding=1)
@@ -289,8 +343,8 @@ class UNet(nn.Module):
         """Predict from a noisy image, its noise level and its label.
 
         Args:
-            x: Noisy image `(batch, in_channels, H, W)`, scaled to unit variance by the objective. H and W must be
-                multiples of 2 ** (number of resolutions - 1).
+            x: Noisy image `(batch, in_channels, H, W)`, scaled by the objective. H and W must be multiples of
+                2 ** (number of resolutions - 1).
             noise_level: `(batch,)`, fp32.
             labels: `(batch,)`, int64, 0 to `num_classes`; `null_label` means "no label".
 
@@ -302,10 +356,10 @@ class UNet(nn.Module):
 
         skips = [self.conv_in(x)]
         for down in self.down_blocks:
-            skips += down(skips[-1], temb)
-        x = self.mid_block(skips[-1], temb)
+            skips += call(down, skips[-1], temb, checkpointing=self.checkpointing)
+        x = call(self.mid_block, skips[-1], temb, checkpointing=self.checkpointing)
         for up in self.up_blocks:
-            needed = len(up.resnets)  # type: ignore[arg-type]
-            x = up(x, temb, skips[-needed:])  # not popped there: FSDP2 hands each unit a copy of its arguments
-            del skips[-needed:]
+            split = len(skips) - len(up.resnets)  # type: ignore[arg-type]
+            x = call(up, x, temb, skips[split:], checkpointing=self.checkpointing)
+            skips = skips[:split]
         return self.conv_out(F.silu(self.conv_norm_out(x)))

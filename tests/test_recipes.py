@@ -126,7 +126,7 @@ def test_squared_error_is_fp32(dtype: torch.dtype) -> None:
 def test_edm_loss_matches_float64_reference(autocast: bool, output: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     images, noise = torch.randn(2, 32, 1, 4, 4, generator=generator)
-    sigma = EDM().sigma(torch.linspace(-3, 3, 32))
+    sigma = EDM().times(torch.linspace(-3, 3, 32))
 
     def net(x: Tensor, c_noise: Tensor, labels: Tensor) -> Tensor:
         return (torch.tanh(x) + c_noise.reshape(-1, 1, 1, 1)).to(output).to(torch.promote_types(output, x.dtype))
@@ -169,7 +169,7 @@ def test_network_sees_the_timestep_in_fp32_under_bf16() -> None:
 def test_heun_solves_the_ode_of_gaussian_data() -> None:
     # For data ~ N(0, s²) the perfect denoiser is x s² / (s² + σ²), and the ODE scales x by s / sqrt(s² + σ_max²).
     noise = torch.randn(1000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
-    images = HeunSampler(steps=40)(lambda x, s: x * 0.25 / (0.25 + s.reshape(-1, 1, 1, 1).square()), noise)
+    images = HeunSampler(steps=40)(lambda x, s: x * 0.25 / (0.25 + s.reshape(-1, 1, 1, 1).square()), noise, EDM())
     torch.testing.assert_close(images, noise * 80 * 0.5 / math.sqrt(0.25 + 80**2), rtol=1e-2, atol=0)
 
 
@@ -356,7 +356,7 @@ ERRORS = {
     ],
     "precision.masters=splitt": ["precision.masters=splitt", "Did you mean 'split'"],
     "precision.policy.compute=bf61": ["precision.policy.compute=bf61: lightning_mixprec.PrecisionPolicy refused"],
-    "+foo=1": ["unknown key 'foo'", "callbacks, ckpt_path, data"],
+    "+foo=1": ["unknown key 'foo'", "callbacks, ckpt_path, compile, data"],
     "+sede=1": ["unknown key 'sede'", "Did you mean 'seed'"],
     "++foo.bar=1": ["unknown key 'foo'"],
     "optimizer.lr=abc": ["optimizer.lr=abc: torch.optim.AdamW takes a number", "Change it"],
@@ -922,4 +922,4 @@ def test_targets_in_yaml_are_checked_too() -> None:
     from recipes.config import ConfigError
 
     with pytest.raises(ConfigError, match=r"a\.b\.0\.sigma_mx.*Did you mean 'sigma_max'"):
-        check_targets({"a": {"b": [{"_target_": "recipes.sampler.HeunSampler", "sigma_mx": 1}]}})
+        check_targets({"a": {"b": [{"_target_": "recipes.objective.EDM", "sigma_mx": 1}]}})
