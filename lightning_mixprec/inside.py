@@ -87,7 +87,7 @@ class InnerOverflow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._inside:
+        if not self._inside or "empty" in func.__name__:  # what stands in fresh memory was made by nobody
             return func(*args, **kwargs)
         came = [_bounded(tensor) for _, tensor in tensors_in((args, kwargs)) if self._counts(tensor)]  # before in-place
         result = func(*args, **kwargs)

@@ -70,6 +70,11 @@ class Replayer:
         self._device_type = device_type
         self._value_of = value_of or _widened
 
+    @property
+    def devices(self) -> list[int]:
+        """Devices, besides the CPU, whose random numbers a call may draw."""
+        return [torch.cuda.current_device()] if self._device_type == "cuda" else []
+
     def outputs(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, fp32: bool, keep: bool = False
     ) -> Any:
@@ -159,11 +164,10 @@ class Replayer:
             raise ReplayError("gathering sharded weights would wait for the other ranks")
         held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
         held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-        devices = [torch.cuda.current_device()] if self._device_type == "cuda" else []
         args, kwargs = map_tensors((args, kwargs), torch.clone)  # of which it may change some in place
         try:
             with ExitStack() as contexts:
-                contexts.enter_context(torch.random.fork_rng(devices=devices))
+                contexts.enter_context(torch.random.fork_rng(devices=self.devices))
                 contexts.enter_context(compute_context(self._device_type, self.compute))
                 contexts.enter_context(_attributes(module, keep=keep))
                 if not self._call_hooks:

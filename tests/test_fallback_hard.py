@@ -309,3 +309,23 @@ def test_a_module_keeps_the_dtype_it_reports():
     batches = [(x * float("nan") if index == 1 else x, y) for index in range(6)]
     make_trainer(MasterWeightPrecision(PrecisionPolicy("fp16"))).fit(Net(), loader(batches))
     assert set(seen) == {torch.float32}
+
+
+class Dropped(nn.Module):
+    """Dropout by a function, beside an infinity that means no harm: random, and not the same numbers in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = F.dropout(self.fc(x), 0.5, self.training)
+        large = torch.full_like(h, 300.0)
+        return h * (1 / (1 + large * large) + 1)
+
+
+def test_what_is_random_is_not_wrong():
+    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=256), fallback="auto")
+    torch.manual_seed(0)
+    fit(Planted(Dropped), plugin)
+    assert (plugin.fp32_layers, plugin.skipped_steps) == ([], 0)
