@@ -58,6 +58,8 @@ class LayerStats:
 class BatchStats:
     """Collects :class:`LayerStats` over one batch, without reading the device until :meth:`read`.
 
+    Under FSDP2 gradients and updates are those of this rank's shards.
+
     Args:
         model: The model.
         layers: Qualified names of the modules to look at.
@@ -109,6 +111,8 @@ class BatchStats:
                     continue
                 grad = local(param.grad)
                 grad = grad._values() if grad.is_sparse else grad
+                if not grad.numel():  # another rank has all of it
+                    continue
                 self._note(name, "gradient", grad)
                 size = grad.abs()
                 self._add(name, "zero", (size == 0).sum())

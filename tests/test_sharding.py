@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from launch import launch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted import Attention, Net, Planted, batch
@@ -15,7 +16,13 @@ from reference import TinyModule, TinyNet, loader, make_batches, make_trainer, r
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
+from lightning_mixprec import (
+    DynamicLossScaler,
+    MasterWeightAveraging,
+    MasterWeightPrecision,
+    PrecisionMonitor,
+    PrecisionPolicy,
+)
 from lightning_mixprec.sharding import shard_
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
@@ -82,9 +89,11 @@ def whole(state):
     return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for name, v in state.items()}
 
 
-def train(precision, scenario):
+def train(precision, scenario, directory):
     plugin, ema = plugin_for(precision), MasterWeightAveraging(0.9)
-    options = {"strategy": fsdp2(), "devices": 2, "callbacks": ema, "use_distributed_sampler": False}
+    callbacks = [ema, PrecisionMonitor(layers_every_n_steps=1)]
+    options = {"strategy": fsdp2(), "devices": 2, "callbacks": callbacks, "use_distributed_sampler": False}
+    options["logger"] = CSVLogger(directory / f"{precision}_{scenario}", name="", version="")
     if scenario in ("accumulate", "overflow"):
         options |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     trainer = make_trainer(plugin, **options)
@@ -381,7 +390,11 @@ def train_built(way):
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    results = {(precision, scenario): train(precision, scenario) for precision in PRECISIONS for scenario in SCENARIOS}
+    results = {
+        (precision, scenario): train(precision, scenario, directory)
+        for precision in PRECISIONS
+        for scenario in SCENARIOS
+    }
     for precision in PRECISIONS:
         results[precision, "resumed"] = resume(precision, directory)
     for fault in ("declared", "auto"):
