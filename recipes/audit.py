@@ -65,7 +65,7 @@ def audit_recipe(config: dict[str, Any], output_dir: Path) -> Audit:
 
     data = build(config, "data")
     data.setup("fit")
-    if not data.train_batches(world_size=1):
+    if not data.steps_per_epoch:
         raise ConfigError(
             f"data.batch_size={data.batch_size}: {len(data.train)} training samples do not fill one batch. "
             f"Choose data.batch_size <= {len(data.train)}."

@@ -146,7 +146,7 @@ def test_validation_loss_does_not_depend_on_the_processes(pair: Path, alone: Pat
         averaged = checkpoint(run)["averaged_state_dict"]
         net.load_state_dict({k.removeprefix("net."): v for k, v in averaged.items()})
         with torch.no_grad():
-            expected = EDM().loss(net, data.val.images, data.val.labels, EDM().sigma(normal), noise).mean()
+            expected = EDM().loss(net, data.val.images, data.val.labels, EDM().times(normal), noise).mean()
         assert list(scalars(run, "val/loss").values())[-1] == pytest.approx(float(expected), rel=1e-5), run.name
 
 
