@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.overflow import Verdict, Watch, nonfinite
-from lightning_mixprec.replay import Replayer, without_hooks
+from lightning_mixprec.replay import Replayer, meets_other_ranks, without_hooks
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)
@@ -198,6 +198,11 @@ class Diagnosis:
     def examine(self, prefix: str, network: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """A network's output outside of training: None if it is finite, or else what to return in its place."""
         if not bool(nonfinite(output)) or self._replayer.compute == torch.float32:
+            return None
+        if meets_other_ranks(network):  # whose outputs may be finite: they would not come
+            if prefix not in self._warned:
+                self._warned.add(prefix)
+                log.warning("The output of %r outside of a training step is not finite.", prefix)
             return None
         with without_hooks(network):  # they have been called
             watch = Watch(network, self._replayer, in_fp32=self.in_fp32, repair=self._repair, prefix=prefix)

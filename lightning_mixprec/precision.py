@@ -513,7 +513,8 @@ class MasterWeightPrecision(Precision):
         diagnosis = self._diagnosis
         assert diagnosis is not None
         grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        self._overflowed = (list(grads), torch.stack([nonfinite(grad) for grad in grads.values()]))
+        flags = [nonfinite(grad) for grad in grads.values()]
+        self._overflowed = (list(grads), torch.stack(flags) if flags else torch.zeros(0))
         if skips >= self.scaler.max_consecutive_skips or (self.scaler.at_floor and not loss_is_finite):
             # Written now, while the gradients are there; raised when the batch has been accounted for.
             where = report(model, self.scaler, self._batch, diagnosis.watch, loss_is_finite, self.overflowed_parameters)

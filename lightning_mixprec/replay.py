@@ -158,10 +158,8 @@ class Replayer:
         fp32: bool,
         keep: bool = False,
     ) -> Any:
-        if any(isinstance(each, nn.SyncBatchNorm) and each.training for each in module.modules()):
-            raise ReplayError("SyncBatchNorm would wait for the other ranks")
-        if any(isinstance(each, FSDPModule) for each in module.modules()):
-            raise ReplayError("gathering sharded weights would wait for the other ranks")
+        if meets_other_ranks(module):
+            raise ReplayError("it would wait for the other ranks")
         held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
         held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
         args, kwargs = map_tensors((args, kwargs), torch.clone)  # of which it may change some in place
@@ -190,6 +188,19 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0].to(ctx.dtype), None
+
+
+def meets_other_ranks(module: nn.Module) -> bool:
+    """Whether a call waits for the other ranks, so that one rank alone must not make it: FSDP2, SyncBatchNorm.
+
+    Example:
+        >>> meets_other_ranks(nn.Linear(1, 1))
+        False
+    """
+    return any(
+        isinstance(each, FSDPModule) or (isinstance(each, nn.SyncBatchNorm) and each.training)
+        for each in module.modules()
+    )
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

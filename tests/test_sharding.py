@@ -207,6 +207,11 @@ def test_a_layer_in_fp32(fault, runs):
     assert one["loss"] == pytest.approx(one["plain_loss"], rel=0.02)
 
 
+def test_a_validation_that_overflows_on_one_rank_does_not_wait_for_the_other(runs):
+    """Calling the network again would gather weights that the other rank does not offer."""
+    assert [run["validated"] for run in runs[0]] == [(4, [])] * 2
+
+
 @pytest.mark.parametrize("way", ["meta", "checkpointing"])
 def test_other_ways_to_build_the_model(way, runs):
     """Made on the meta device and initialised in shards; with activation checkpointing inside the units."""
@@ -316,6 +321,30 @@ class Faulty(Sharded, Planted):
     """A block with a hand-written attention that fp16 does not hold."""
 
 
+class LoudOnRank1(nn.Module):
+    """Overflows in evaluation, on rank 1 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        loud = not self.training and torch.distributed.get_rank() == 1
+        return self.fc(x) * (1e6 if loud else 1.0)
+
+
+class Validated(Faulty):
+    def validation_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+
+def train_validated():
+    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=256), fallback="auto")
+    trainer = make_trainer(plugin, strategy=fsdp2(), devices=2, use_distributed_sampler=False)
+    trainer.fit(Validated(LoudOnRank1), loader([batch()] * 4), loader([batch()] * 2))
+    return plugin.real_steps, plugin.fp32_layers
+
+
 def train_fault(fault):
     def run(plugin, **options):
         trainer = make_trainer(plugin, use_distributed_sampler=False, **options)
@@ -401,6 +430,7 @@ if __name__ == "__main__":
         results["fault", fault] = train_fault(fault)
     for way in ("meta", "checkpointing"):
         results[way] = train_built(way)
+    results["validated"] = train_validated()
     for mistake in MISTAKES:
         results["refused", mistake] = refused(mistake)
     torch.save(results, directory / f"rank{torch.distributed.get_rank()}.pt")
