@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_mixprec.formats import ACTIVATION_FORMATS, Shares, Tally, lost_updates
+from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.observation import Observation, Steps
-from lightning_mixprec.overflow import first_nonfinite, nonfinite
+from lightning_mixprec.overflow import first_nonfinite
 from lightning_mixprec.policy import COMPUTE_DTYPES, PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.trial import Outcome, Trial

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mixprec.inside import InnerOverflow
-from lightning_mixprec.overflow import Verdict, Watch, nonfinite
+from lightning_mixprec.magnitudes import nonfinite
+from lightning_mixprec.overflow import Verdict, Watch
 from lightning_mixprec.replay import Replayer, meets_other_ranks, without_hooks
 from lightning_mixprec.scaler import DynamicLossScaler
 

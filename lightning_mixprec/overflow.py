@@ -10,7 +10,6 @@ while all is well.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.magnitudes import cures, differ, headroom_bits, largest, nonfinite
 from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
-from lightning_mixprec.shards import local
 
 # Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
 _LARGE_GRADIENT = 0.125
@@ -221,7 +220,7 @@ class Watch:
         """Keep what stands beside a blamed layer: what ran before it, and what runs after it."""
         blamed = self._neighbour
         if blamed is not None and not is_within(name, blamed.layer) and not is_within(blamed.layer, name):
-            blamed.headroom[name] = _bits(float(largest(output)), self._compute)
+            blamed.headroom[name] = headroom_bits(float(largest(output)), self._compute)
             self._neighbour = None
         self._last = (name, largest(output))
 
@@ -295,7 +294,7 @@ class Watch:
     def _blame_forward(self, name: str, module: nn.Module, size: float, better: Any, *, silent: bool = False) -> None:
         beside = {}
         if self._last is not None and not is_within(self._last[0], name):
-            beside = {self._last[0]: _bits(float(self._last[1]), self._compute)}
+            beside = {self._last[0]: headroom_bits(float(self._last[1]), self._compute)}
         kind = type(module).__name__
         verdict = Verdict(name, kind, "forward", self._compute, size, float(largest(better)), silent, headroom=beside)
         self._neighbour = verdict
@@ -427,35 +426,6 @@ def first_nonfinite(model: nn.Module, batch: Any, watch: Watch | None) -> str:
     return "nothing that is left to see"
 
 
-@torch.no_grad()
-def nonfinite(value: Any) -> Tensor:
-    """Whether any floating-point tensor in ``value`` holds an inf or NaN, bool [], without reading it back.
-
-    Example:
-        >>> nonfinite([torch.ones(1), {"x": torch.tensor(float("inf"))}])
-        tensor(True)
-    """
-    parts = [local(tensor) for _, tensor in tensors_in(value) if tensor.is_floating_point()]
-    flags = [~torch.isfinite(part).all() for part in parts]
-    return torch.stack(flags).any() if flags else torch.tensor(False)
-
-
-@torch.no_grad()
-def largest(value: Any) -> Tensor:
-    """Largest finite magnitude in ``value``, fp32 [], without reading it back; 0 where there is none.
-
-    Example:
-        >>> largest([torch.tensor([-3.0, float("inf")])])
-        tensor(3.)
-    """
-    sizes = [
-        torch.where(torch.isfinite(t), t, 0).detach().float().abs().max()
-        for _, t in tensors_in(value)
-        if t.is_floating_point() and t.numel()
-    ]
-    return torch.stack(sizes).max() if sizes else torch.tensor(0.0)
-
-
 def is_within(name: str, container: str) -> bool:
     """Whether a module is ``container`` or below it, by their qualified names.
 
@@ -464,33 +434,3 @@ def is_within(name: str, container: str) -> bool:
         (True, False)
     """
     return f"{name}.".startswith(f"{container}.")
-
-
-def cures(lost: Any, better: Any) -> bool:
-    """Whether something that is not finite in ``lost`` is finite in ``better``."""
-    pairs = zip(tensors_in(lost), tensors_in(better), strict=False)
-    return any(
-        bool((~torch.isfinite(one) & torch.isfinite(other)).any())
-        for (_, one), (_, other) in pairs
-        if one.is_floating_point() and one.shape == other.shape
-    )
-
-
-def differ(narrow: Any, wide: Any) -> bool:
-    """Whether some element is off by more than a tenth of the largest: no rounding does that.
-
-    Elements that are not finite in ``wide`` do not count: they are meant to be so.
-    """
-    for (_, one), (_, other) in zip(tensors_in(narrow), tensors_in(wide), strict=False):
-        if one.is_floating_point() and one.shape == other.shape and one.numel():
-            counts = torch.isfinite(other)
-            off = torch.where(counts, one.float() - other.float(), 0).abs()
-            size = torch.where(counts, other.float(), 0).abs().max()
-            if bool((~torch.isfinite(off) | (off > 0.1 * size)).any()):
-                return True
-    return False
-
-
-def _bits(size: float, dtype: torch.dtype) -> float:
-    """Headroom: factors of two between ``size`` and the largest number of ``dtype``."""
-    return math.log2(torch.finfo(dtype).max / size) if size > 0 else math.inf

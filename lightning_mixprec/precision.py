@@ -45,8 +45,9 @@ from lightning_mixprec.guests import (
 )
 from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
+from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.overflow import Verdict, nonfinite
+from lightning_mixprec.overflow import Verdict
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.questions import (
     announce_fallback,

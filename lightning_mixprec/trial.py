@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.layers import compute_context, map_tensors, restore_, swap_layers_
+from lightning_mixprec.magnitudes import cures, differ, largest, nonfinite
 from lightning_mixprec.observation import Observation
-from lightning_mixprec.overflow import cures, differ, is_within, largest, nonfinite
+from lightning_mixprec.overflow import is_within
 from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
 from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
 
