@@ -143,6 +143,10 @@ class DigitsDataModule(L.LightningDataModule):
         self.train = LabelledImages(images[~held_out], labels[~held_out])
         self.val = LabelledImages(images[held_out], labels[held_out])
 
+    def to_images(self, samples: Tensor) -> Tensor:
+        """Images `(batch, channels, height, width)` in [-1, 1] of what a network trained on these data has drawn."""
+        return samples
+
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch, the same for any number of processes and accumulated batches."""
