@@ -6,9 +6,9 @@ networks of which half the layers are norms. Here the 16-bit activations are kep
 A CPU has kernels that take 16-bit activations with fp32 parameters, compute in fp32 and round once; nothing is widened
 in memory. What they cannot be trusted with is done otherwise: without parameters they keep their statistics in 16 bits;
 LayerNorm's sums the gradients of its parameters in 16 bits (15 % wrong for 16384 rows of bf16, torch 2.14); and their
-order of operations loses some of fp16's last bits where the mean is far from zero. Other devices have no such kernels.
-There, for fp16, and for channels_last, for which the kernels are slower, activations are widened, and once more in
-backward.
+order of operations loses some of fp16's last bits where the mean is far from zero. A GPU has no such kernels, but one
+for LayerNorm without parameters. Everywhere else, and for channels_last, for which a CPU's are slower, activations are
+widened, and once more in backward; torch.compile makes one pass of it.
 
 What it leaves out: which layers are norms, and every other kind of norm (:mod:`lightning_mixprec.layers`).
 """
@@ -48,6 +48,8 @@ def lean_norm(forward: Any, module: Any, x: Tensor) -> Tensor | None:
         settings: tuple[Any, ...] = ("group", module.num_groups, module.eps)
     elif forward is nn.LayerNorm.forward:
         trained = any(param.requires_grad for param in (module.weight, module.bias) if param is not None)
+        if module.weight is None and x.device.type == "cuda":  # whose kernel computes and keeps them in fp32
+            return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
         if mixed and not (trained and torch.is_grad_enabled()):
             weight = torch.ones(module.normalized_shape) if module.weight is None else module.weight
             return F.layer_norm(x, module.normalized_shape, weight, module.bias, module.eps)
@@ -117,7 +119,8 @@ def _layer_norm_backward(
 
 
 def _has_mixed_kernels(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous()
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not channels_last
 
 
 def _extent(x: Tensor) -> tuple[int, int, int]:

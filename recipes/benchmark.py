@@ -1,8 +1,8 @@
 """What each way of training costs on this machine: `python -m recipes.benchmark [modes=[...]] [key=value]`.
 
-Stock Lightning and this plugin train the same recipe on the same batches with the same noise. Machines are noisy, so the
-modes take turns: in each of several rounds every mode trains for a few steps, from the start, and times are compared
-within a round. Counts (casts, bytes) are exact and come from one step of the first round.
+Stock Lightning and this plugin train the same recipe on the same batches with the same noise. Machines are noisy, so
+the modes take turns: in each of several rounds every mode trains for a few steps, from the start, and times are
+compared within a round. Counts (casts, bytes) are exact and come from one step of the last round.
 
 A mode is stock Lightning's `precision` (`32-true, 16-mixed, bf16-mixed, 16-true, bf16-true`) or the plugin's (`fp32,
 bf16, fp16`), followed by any of `+split`, `+split24`, `+none` (masters), `+compile`, `+clip` (the gradient norm to 1)
@@ -17,7 +17,6 @@ import contextlib
 import json
 import platform
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -62,11 +61,6 @@ class Mode:
         >>> mode = Mode.parse("bf16+split+compile")
         >>> mode.precision, mode.masters, mode.compile, mode.stock
         ('bf16', 'split', True, False)
-        >>> Mode.parse("bf16+spilt")
-        Traceback (most recent call last):
-        ...
-        ValueError: mode 'bf16+spilt': there is no '+spilt'. Did you mean 'split'? Choose among split, split24, none, \
-compile, clip, channels_last.
     """
 
     name: str
@@ -117,6 +111,7 @@ class Measured:
         update_share: Share of it after backward: gradients to the optimizer, the optimizer, weights for the next step.
         loss: Mean training loss of the last steps of a round, on the same batches and noise in all modes.
         bytes_per_parameter: Weights, masters and optimizer state, from live tensors between two steps.
+        gradient_bytes: The same of gradients, when backward has ended.
         saved_bytes: Kept by forward for backward.
         casts: Kernels of forward and backward that only change a dtype.
         cast_bytes: Read and written by them.
@@ -129,7 +124,8 @@ class Measured:
     step_seconds: list[float] = field(default_factory=list)
     update_share: list[float] = field(default_factory=list)
     loss: float = float("nan")
-    bytes_per_parameter: float = float("nan")
+    bytes_per_parameter: float | None = None
+    gradient_bytes: float | None = None
     saved_bytes: int | None = None
     casts: int | None = None
     cast_bytes: int | None = None
@@ -152,7 +148,7 @@ class MeasuredModule(DiffusionModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Lightning's, with a mark at its end."""
         super().backward(loss, *args, **kwargs)
-        self.recorder.after_backward()
+        self.recorder.after_backward(self)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Nothing: what the recipe logs is not what is measured."""
@@ -209,11 +205,12 @@ class Recorder(L.Callback):
             yield
         self.measured.saved_bytes = saved.bytes
 
-    def after_backward(self) -> None:
+    def after_backward(self, module: L.LightningModule) -> None:
         """Between backward and update."""
         self._backward = self.clock.mark()
         if self._operations is not None:
             self.measured.casts, self.measured.cast_bytes = self._operations.casts, self._operations.cast_bytes
+            self.measured.gradient_bytes = gradient_bytes(module) / _size(module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -226,8 +223,7 @@ class Recorder(L.Callback):
             self._operations = None
             held = live_bytes(self.device.type) - self.living - gradient_bytes(pl_module)
             held -= sum(tensor.nbytes for tensor in batch.values() if tensor.device.type == self.device.type)
-            count = sum(param.numel() for param in pl_module.parameters())
-            self.measured.bytes_per_parameter = held / count
+            self.measured.bytes_per_parameter = held / _size(pl_module)
         elif self.step >= self.warmup:
             self.marks.append((self._start, self._backward, end))
             self.losses.append(outputs["loss"].detach())
@@ -241,6 +237,10 @@ class Recorder(L.Callback):
         self.measured.loss = float(torch.stack(self.losses).float().mean())
         if self.device.type != "cpu":
             self.measured.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+
+
+def _size(module: L.LightningModule) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def measure(config: dict[str, Any], mode: Mode, measured: Measured, *, counts: bool) -> None:
@@ -279,7 +279,7 @@ def measure(config: dict[str, Any], mode: Mode, measured: Measured, *, counts: b
     )
     module.recorder = recorder
     if mode.channels_last:
-        module.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.net.to(memory_format=torch.channels_last)
     if mode.compile:
         module.net.compile()
     trainer = build(config, "trainer", callbacks=[recorder], **precision_of(config, mode, device), **trainer_arguments)
@@ -290,7 +290,7 @@ def measure(config: dict[str, Any], mode: Mode, measured: Measured, *, counts: b
 def precision_of(config: dict[str, Any], mode: Mode, device: torch.device) -> dict[str, Any]:
     """The Trainer's argument for a mode; the plugin is made as the configuration says, but for what the mode names."""
     if mode.precision == "16-mixed" and device.type == "cpu":  # which the Trainer itself refuses to combine
-        return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}  # type: ignore[attr-defined]
+        return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}
     if mode.stock:
         return {"precision": mode.precision}
     node = config["precision"]
@@ -326,7 +326,7 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
             if measured.error:
                 continue
             try:
-                measure(config, mode, measured, counts=turn == 0)
+                measure(config, mode, measured, counts=turn == config["rounds"] - 1)
             except ConfigError:
                 raise
             except Exception as error:  # a mode that cannot train this recipe here is a result, too
@@ -384,7 +384,7 @@ def show(results: dict[str, Measured], images: int, console: Console) -> None:
             _number(ratio(results, name, Mode.parse(name).counterpart()), "{:.2f}"),
             f"{images / seconds:.0f}",
             f"{statistics.median(found.update_share):.0%}",
-            _number(found.bytes_per_parameter if found.casts is not None else None, "{:.1f}"),
+            _number(found.bytes_per_parameter, "{:.1f}") + _number(found.gradient_bytes, " + {:.1f}"),
             _number(found.peak_bytes, "{:.0f}", 1e6),
             _number(found.saved_bytes, "{:.2f}", 1e6),
             _number(compared(results, name, "saved_bytes"), "{:.0%}"),
@@ -414,9 +414,9 @@ def recommendation(results: dict[str, Measured]) -> str:
     Modes within 2 % are equally fast.
 
     Example:
-        >>> slow, fast = (Measured([s], [0.1], loss=1.0, bytes_per_parameter=b) for s, b in ((0.2, 16.0), (0.1, 14.0)))
-        >>> recommendation({"32-true": slow, "bf16": fast})
-        'Take precision=bf16: 0.50 times the step of 32-true, 14.0 bytes per parameter instead of 16.0.'
+        >>> slow, fast = (Measured([s], loss=1.0, bytes_per_parameter=b) for s, b in ((0.2, 12.0), (0.1, 14.0)))
+        >>> recommendation({"bf16-mixed": slow, "bf16": fast})
+        'Take precision=bf16: 0.50 times the step of bf16-mixed.'
     """
     good = {name: found for name, found in results.items() if not found.error}
     exact = next((good[name].loss for name in ("32-true", "fp32") if name in good), None)
@@ -426,21 +426,24 @@ def recommendation(results: dict[str, Measured]) -> str:
         if not Mode.parse(name).stock and (exact is None or found.loss <= exact * (1 + WITHIN))
     }
     if not ours:
-        return "None of this plugin's modes that were measured learns as well as fp32 here."
+        return "None of the plugin's modes that were measured learns as fp32 does here."
     times = {name: statistics.median(found.step_seconds) for name, found in ours.items()}
     fastest = min(times.values())
     equal = [name for name in ours if times[name] <= 1.02 * fastest]
-    best = min(equal, key=lambda name: (ours[name].bytes_per_parameter, times[name]))
+    best = min(equal, key=lambda name: (_memory(ours[name]), times[name]))
     mode = Mode.parse(best)
     write = [f"precision={mode.precision}"]
     write += [f"precision.masters={mode.masters}"] * (mode.masters != "fp32") + ["compile=true"] * mode.compile
     against = next((name for name in (mode.counterpart(), "32-true") if name in good), None)
     if against is None:
         return f"Take {' '.join(write)}."
-    rate = ratio(good, best, against)
-    bytes_of = [found.bytes_per_parameter for found in (ours[best], good[against])]
-    memory = f", {bytes_of[0]:.1f} bytes per parameter instead of {bytes_of[1]:.1f}" if min(bytes_of) > 0 else ""
-    return f"Take {' '.join(write)}: {rate:.2f} times the step of {against}{memory}."
+    memory, theirs = _memory(ours[best]), _memory(good[against])
+    less = f", and {memory:.1f} bytes per parameter instead of {theirs:.1f}" if 0 < memory < theirs else ""
+    return f"Take {' '.join(write)}: {ratio(good, best, against):.2f} times the step of {against}{less}."
+
+
+def _memory(found: Measured) -> float:
+    return (found.bytes_per_parameter or 0) + (found.gradient_bytes or 0)
 
 
 def machine() -> dict[str, Any]:
