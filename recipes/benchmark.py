@@ -438,7 +438,7 @@ def recommendation(results: dict[str, Measured]) -> str:
     if against is None:
         return f"Take {' '.join(write)}."
     memory, theirs = _memory(ours[best]), _memory(good[against])
-    less = f", and {memory:.1f} bytes per parameter instead of {theirs:.1f}" if 0 < memory < theirs else ""
+    less = f", and {memory:.1f} bytes per parameter instead of {theirs:.1f}" if 0 < memory < theirs - 0.05 else ""
     return f"Take {' '.join(write)}: {ratio(good, best, against):.2f} times the step of {against}{less}."
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from lightning_mixprec import MasterWeightPrecision
 from recipes.benchmark import Measured, Mode, recommendation, run
 from recipes.config import ConfigError
+from recipes.gpu_check import CHECKS, run_checks
 from recipes.measure import Operations, SavedForBackward
 
 ROOT = Path(__file__).parent.parent
@@ -151,3 +153,38 @@ def test_modes_know_what_stock_would_do() -> None:
     assert Mode.parse("bf16+split24+compile+clip").counterpart() == "bf16-mixed+compile"
     assert Mode.parse("fp16").counterpart() == "16-mixed"
     assert Mode.parse("16-true").counterpart() == "16-true"
+
+
+# The checks that whoever has a GPU runs once: here as far as a CPU can show that they work
+
+
+@pytest.mark.parametrize("name", ["norms", "masters", "rounding", "checkpoint"])
+def test_checks_of_the_gpu_script_pass_on_a_cpu(name: str) -> None:
+    assert CHECKS[name]("cpu")
+
+
+def test_a_check_that_fails_is_shown_and_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str) -> str:
+        raise AssertionError("planted")
+
+    monkeypatch.setattr("recipes.gpu_check.CHECKS", {"broken": broken, "fine": lambda device: device})
+    console = Console(record=True)
+    found = run_checks("cpu", console)
+    assert [check["passed"] for check in found.values()] == [False, True]
+    shown = console.export_text()
+    assert "FAILED broken" in shown
+    assert "planted" in shown
+    assert "passed fine" in shown
+
+
+@pytest.mark.slow
+def test_gpu_script_runs_from_beginning_to_end_on_a_cpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.gpu_check", "--device", "cpu", "--small", "--output", str(tmp_path / "g.json")],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    written = json.loads((tmp_path / "g.json").read_text())
+    assert set(written["checks"]) == set(CHECKS)
+    assert all(check["passed"] for check in written["checks"].values())
+    assert set(written["tables"]["U-Net, tiny"]) == {"32-true", "bf16-mixed", "bf16"}
