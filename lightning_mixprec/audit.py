@@ -28,7 +28,8 @@ from lightning_mixprec.formats import ACTIVATION_FORMATS, Shares, Tally, lost_up
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.observation import Observation, Steps
 from lightning_mixprec.overflow import first_nonfinite
-from lightning_mixprec.policy import COMPUTE_DTYPES, PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import COMPUTE_DTYPES, PrecisionPolicy
 from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.trial import Outcome, Trial
 

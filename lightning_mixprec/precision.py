@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -35,6 +35,7 @@ from lightning_mixprec.buffers import BufferGuard
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.diagnosis import Diagnosis
 from lightning_mixprec.fallback import LayerFallback
+from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
 from lightning_mixprec.guests import (
     BuildingModule,
     Once,
@@ -48,7 +49,8 @@ from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.overflow import Verdict
-from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.questions import (
     announce_fallback,
     called_directly,
@@ -70,7 +72,12 @@ from lightning_mixprec.storage import Masters
 
 log = logging.getLogger(__name__)
 
-_LIGHTNING_NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_LIGHTNING_NAMES: dict[str, Any] = {
+    "fp32": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "bf16-mixed",  # Lightning has no name for it, and what it does with the name fits
+}
 
 
 class NonFiniteGradientsError(RuntimeError):
@@ -93,8 +100,8 @@ class MasterWeightPrecision(Precision):
     epoch is divided by ``accumulate_grad_batches`` like the others, so its update is smaller.
 
     Args:
-        policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``
-            or ``"fp16"``.
+        policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``,
+            ``"fp16"`` or ``"fp8"``, bf16 with every linear layer that qualifies in fp8 (needs torchao).
         scaler: Loss scaler. Default: a :class:`~lightning_mixprec.scaler.DynamicLossScaler` for fp16, whose
             gradients underflow, and a constant 1 for bf16 and fp32, whose exponents do not need one. A batch with a
             non-finite gradient is skipped in every mode.
@@ -114,9 +121,12 @@ class MasterWeightPrecision(Precision):
 
     Attributes:
         step_was_skipped: Whether the update of the last batch was.
+        fp8_tokens: Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together, known after
+            the first batch; None without fp8.
 
     Raises:
         ValueError: If an argument has a value that is not among the choices.
+        ImportError: If the policy uses fp8 and torchao is not installed.
 
     Example:
         >>> import lightning as L
@@ -141,7 +151,7 @@ class MasterWeightPrecision(Precision):
             raise ValueError(f"scaler={scaler!r} must be a lightning_mixprec.DynamicLossScaler or None.")
         if masters not in get_args(Masters):
             raise ValueError(f"Unknown masters={masters!r}. Choose one of {', '.join(map(repr, get_args(Masters)))}.")
-        if masters != "fp32" and self.policy.compute != "bf16":
+        if masters != "fp32" and self.policy.compute_dtype != torch.bfloat16:
             raise ValueError(
                 f"masters={masters!r} is for bf16, which is the upper half of fp32, not for {self.policy.compute}. "
                 f"Use masters='fp32'."
@@ -153,6 +163,7 @@ class MasterWeightPrecision(Precision):
             raise ValueError(f"Unknown reduce_dtype={reduce_dtype!r}. Choose one of {choices}.")
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
+        require_float8(self.policy)
         self.scaler = scaler
         self.masters = masters
         self.fallback = LayerFallback() if fallback == "auto" else fallback
@@ -160,6 +171,7 @@ class MasterWeightPrecision(Precision):
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
         self.step_was_skipped = False
+        self.fp8_tokens: int | None = None
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
         self._ledger: GradientLedger | None = None
@@ -182,6 +194,7 @@ class MasterWeightPrecision(Precision):
         self._roll_call: RollCall | None = None  # under DDP, in manual optimization
         self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
+        self._fp8_advice: Float8Advice | None = None  # while it is still to be given
 
     # Public state, exact after every training batch
 
@@ -221,6 +234,11 @@ class MasterWeightPrecision(Precision):
         return list(self._conversion.fp32_layers if self._conversion is not None else self._fp32_layers)
 
     @property
+    def emulated(self) -> bool:
+        """Whether fp8 layers compute on hardware without fp8, or as if on such."""
+        return self.policy.uses_fp8 and self.policy.emulate
+
+    @property
     def master_weights(self) -> MasterWeights | None:
         """The fp32 masters; None before and after fit, and where everything is fp32."""
         return self._conversion.masters if self._module is not None and self._conversion is not None else None
@@ -251,6 +269,7 @@ class MasterWeightPrecision(Precision):
             if isinstance(self.fallback, LayerFallback):
                 self.fallback.reset()
         refuse_averaging(trainer.callbacks, module)
+        refuse_device(self.policy, trainer.strategy.root_device)
         self._module = module
         self._device = trainer.strategy.root_device
         # Outside of fit nothing is updated, and rungs that would round are not needed.
@@ -260,6 +279,7 @@ class MasterWeightPrecision(Precision):
         entrances = called_directly(module)
         device_type = self._device.type
         self._conversion = Conversion(module, self.policy, self._fp32_layers, device_type, masters, entrances)
+        announce_float8(self.policy, self._conversion.plan)
         if self.master_weights is not None:
             if fitting:
                 swap_(module, BuildingModule, device_type, self.compute_dtype, wraps_forward=False)
@@ -299,6 +319,7 @@ class MasterWeightPrecision(Precision):
             keep_gradients=not module.automatic_optimization,
         )
         self._decided = True
+        self._fp8_advice = Float8Advice(module) if self.policy.uses_fp8 else None
         self._buffers = BufferGuard(module)
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
@@ -320,6 +341,7 @@ class MasterWeightPrecision(Precision):
             self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
         self._hopeless = None
+        self._fp8_advice = None
         self._ledger = self._buffers = self._batch = self._nonfinite_loss = self._reduction = None
         self._roll_call = None
         if self._diagnosis is not None:
@@ -385,7 +407,7 @@ class MasterWeightPrecision(Precision):
         self._in_training_step = self._diagnosis.training_step = True
         self._made_backward = False
         try:
-            with self.forward_context(), self._diagnosis.checkup():
+            with self.forward_context(), self._diagnosis.checkup(), self._fp8_advice or nullcontext():
                 yield
         finally:
             self._in_training_step = False
@@ -529,6 +551,9 @@ class MasterWeightPrecision(Precision):
     def _end_batch(self, model: LightningModule) -> None:
         assert self._ledger is not None
         skipped = bool(self._skipped_optimizers)
+        if self._fp8_advice is not None and self._fp8_advice.due:
+            self.fp8_tokens = self._fp8_advice.give(model.trainer)
+            self._fp8_advice = None
         stepped = self._ledger.end_batch()
         if stepped is None:
             return
