@@ -88,9 +88,9 @@ class Conversion:
         fp32 = WidenedLayer if self._sharded else Fp32Layer
         swap_layers_(self._model, self.plan.kinds, self._device_type, self._policy.compute_dtype, fp32)
         if self._policy.uses_fp8:
-            from lightning_mixprec import float8  # an optional dependency
+            from lightning_mixprec.float8 import swap_linears_  # which needs torchao
 
-            float8.swap_linears_(self._model, self.plan.fp8_layers, self._device_type, self._policy)
+            swap_linears_(self._model, self.plan.fp8_layers, self._device_type, self._policy)
 
     def share(self, layers: Sequence[str]) -> float:
         """Share of the model's parameters that would be 16-bit without ``layers`` in fp32."""

@@ -28,16 +28,16 @@ def require_float8(policy: PrecisionPolicy) -> None:
         ImportError: Says what to install.
     """
     if policy.uses_fp8:
-        from lightning_mixprec import float8  # noqa: F401
+        import lightning_mixprec.float8  # noqa: F401
 
 
 def refuse_device(policy: PrecisionPolicy, device: torch.device) -> None:
     """Refuse fp8 on a device that does not have it."""
     if policy.uses_fp8:
-        from lightning_mixprec import float8
+        from lightning_mixprec.float8 import check_device
 
         try:
-            float8.check_device(policy, device)
+            check_device(policy, device)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
@@ -92,6 +92,8 @@ class Float8Advice:
             Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together.
         """
         tokens = self._count.tokens * trainer.world_size * trainer.accumulate_grad_batches
+        if not tokens:  # no layer qualifies, which has been said
+            return tokens
         warnings = [text for _, text in fp8_warnings(Limits(), tokens=tokens)]
         for text in warnings:
             rank_zero_warn(text)

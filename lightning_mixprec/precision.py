@@ -286,7 +286,7 @@ class MasterWeightPrecision(Precision):
             total = len(list(module.parameters()))
             rank_zero_info(
                 f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are "
-                f"{self.policy.compute}, masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
+                f"{self.policy.without_fp8().compute}, masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
             )
         return module
 
