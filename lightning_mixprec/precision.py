@@ -284,9 +284,10 @@ class MasterWeightPrecision(Precision):
             if fitting:
                 swap_(module, BuildingModule, device_type, self.compute_dtype, wraps_forward=False)
             total = len(list(module.parameters()))
+            half = self.policy.without_fp8().compute
             rank_zero_info(
-                f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are "
-                f"{self.policy.without_fp8().compute}, masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
+                f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are {half}, "
+                f"masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
             )
         return module
 
