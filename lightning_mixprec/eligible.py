@@ -64,7 +64,10 @@ def choose(
         ({'a': "fp8 entry 'a'"}, {'b': '16 -> 20 features are not multiples of 16'})
     """
     fp32, fp8 = list(fp32), list(fp8)
-    at_ends = ends(modules) if everything else {}
+    known = {sensitive(name, module) for name, module in modules.items()}
+    known |= {"last layer" for _, reason in decided.values() if reason == "default: output layer"}
+    # By place only where no name tells: models are not always written in the order in which they compute.
+    at_ends = {name: what for name, what in ends(modules).items() if what not in known} if everything else {}
     chosen: dict[str, str] = {}
     refused: dict[str, str] = {}
     for name, module in modules.items():

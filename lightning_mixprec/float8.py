@@ -190,13 +190,11 @@ class TokenCount:
         for layer in self._model.modules():
             if isinstance(layer, Float8Layer):
                 self._handles.append(layer.register_forward_pre_hook(partial(_count, self._counts)))
-        if any(_is_compiled(module) for module in self._model.modules()):
-            self._stance = torch.compiler.set_stance("force_eager")
+        self._stance = torch.compiler.set_stance("force_eager")
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
+        self._stance.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
 
@@ -204,7 +202,3 @@ class TokenCount:
 def _count(counts: Counter[nn.Module], layer: nn.Module, args: tuple[Any, ...]) -> None:
     if args and isinstance(args[0], Tensor):
         counts[layer] += args[0].numel() // max(args[0].shape[-1], 1)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -96,8 +96,9 @@ class PrecisionPolicy:
             embeddings and the output layer; normalisation layers stay as they are, since 16-bit statistics are of no
             use to anyone.
         fp8_defaults: Leave out of fp8 what practice leaves out: first and last layers, embeddings, and modulation,
-            known by their names; with compute ``"fp8"`` also what comes first and last in the model, and frozen
-            layers. An entry that names such a layer, or one around it that is known as such, includes it.
+            known by their names; with compute ``"fp8"`` also what comes first and last in the model, where no
+            name tells, and frozen layers. An entry that names such a layer, or one around it that is known as such,
+            includes it.
         fp8_recipe: One scale for each tensor, ``"tensorwise"``, the fastest, or one for each row, ``"rowwise"``, the
             more accurate for tensors with outliers. Both are torchao's: e4m3, and e5m2 for tensorwise gradients.
         emulate: Compute what fp8 hardware would, slowly, on any device: for tests and trials.

@@ -20,6 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reference import assert_same, loader, make_trainer, snapshot
 from reference import rounded as rounded_as_masters_are
+from test_recipes import checkpoint as checkpoint_of
+from test_recipes import cli, scalars
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -320,6 +322,12 @@ def test_blanket_leaves_out_what_comes_first_and_last_and_what_is_frozen():
     assert plan.fp8_layers == ["2"]
     assert plan.fp8_refused == {"0": "default: first layer", "1": "default: frozen", "3": "default: last layer"}
     assert PrecisionPolicy("fp8", ["2"], ["0"]).resolve(model).fp8_layers == ["0"]
+
+
+def test_names_tell_the_ends_before_places_do():
+    model = nn.ModuleDict({"head": nn.Linear(16, 16), "conv_in": nn.Linear(16, 16)})
+    model["blocks"] = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+    assert PrecisionPolicy("fp8").resolve(model).fp8_layers == ["blocks.0", "blocks.1"]
 
 
 class Overridden(nn.Linear):
@@ -953,6 +961,36 @@ def test_two_processes_train_what_one_does(recipe, strategy, two):
     assert (both - one).norm() < 0.02 * (one - moved).norm()
 
 
+# The recipe
+
+
+def test_recipe_trains_the_smallest_dit_in_fp8(monkeypatch, capfd, tmp_path):
+    """And its checkpoint is read by a network that knows nothing of fp8."""
+    options = ["model=dit_tiny", "precision=fp8", "trainer.accelerator=cpu", "trainer.devices=1", "sampler.steps=2"]
+    assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path / 'refused'}") == 2
+    shown = capfd.readouterr().err
+    assert "precision.policy.emulate=true" in shown
+    assert "Traceback" not in shown
+    assert not list((tmp_path / "refused").rglob("*.ckpt"))
+
+    more = ["precision.policy.emulate=true", "trainer.max_steps=3", "trainer.log_every_n_steps=1"]
+    assert cli(monkeypatch, *options, *more, f"hydra.run.dir={tmp_path}") == 0
+    assert "12 linear layers" in "".join(capfd.readouterr())
+    assert scalars(tmp_path, "mixprec/fp8_tokens") == {0: 128 * 16}
+    state = checkpoint_of(tmp_path)["state_dict"]
+    net = {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
+    DiT(1, 10, 8).load_state_dict(net, strict=True)
+
+
+def test_recipe_takes_entries_and_a_recipe(monkeypatch, capfd, tmp_path):
+    lists = ["precision.policy.fp8=[blocks.*.mlp.*]", "precision.policy.fp8_recipe=rowwise"]
+    options = ["model=dit_tiny", "precision=bf16", *lists, "precision.policy.emulate=true", "dry_run=true"]
+    assert cli(monkeypatch, *options, "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}") == 0
+    assert capfd.readouterr().out.count("fp8 entry 'blocks.*.mlp.*'") == 4
+    assert cli(monkeypatch, *options, "precision.policy.fp8=[bloks]", f"hydra.run.dir={tmp_path}") == 2
+    assert "fp8 entry 'bloks' matches no module" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_dit_trains_as_well_as_in_bf16():
     """200 steps of the DiT recipe's network on the digits: within 2 % of bf16's loss."""
@@ -975,7 +1013,6 @@ def test_dit_trains_as_well_as_in_bf16():
         trainer = make_trainer(MasterWeightPrecision(which), max_epochs=-1, max_steps=200, callbacks=Keep())
         trainer.fit(module, DigitsDataModule(batch_size=128))
         losses[repr(which)] = sum(found[-50:]) / 50
-    print(losses)
     bf16, *fp8 = losses.values()
     assert fp8 == pytest.approx([bf16, bf16], rel=0.02)
 
