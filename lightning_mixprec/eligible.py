@@ -72,16 +72,24 @@ def choose(
     refused: dict[str, str] = {}
     for name, module in modules.items():
         chain = _chain(name, modules)
-        entry, how = most_precise(fp8, chain) or (None, Hit())
+        covering: list[tuple[Entry | None, Hit]] = [*hits(fp8, chain), *([(None, Hit())] if everything else [])]
         param = next(module.parameters(recurse=False), None)
         kind, reason = decided[name]
-        if param is None or (entry is None and not everything) or kind == "norm":
+        if param is None or not covering or kind == "norm":
             continue
-        if kind == "fp32" and not _outdone(how, reason, origins[name], most_precise(fp32, chain)):
+        if kind == "fp32":
+            stronger = [how for _, how in hits(fp32, chain)]
+            covering = [each for each in covering if _outdone(each[1], reason, origins[name], stronger)]
+        if not covering:
             if reason.startswith("default") and isinstance(module, nn.Linear):
                 refused[name] = reason
             continue
-        why = unfit(chain) or (_left_out(chain, how) if defaults else None)
+        why = unfit(chain)
+        if why is None and defaults:
+            why = _left_out(chain, covering[0][1])
+            covering = [each for each in covering if _left_out(chain, each[1]) is None]
+            why = None if covering else why
+        entry = covering[0][0] if covering else None
         if why is None and entry is None and defaults:
             why = f"default: {at_ends[name]}" if name in at_ends else None
             why = why or (None if param.requires_grad else "default: frozen")
@@ -101,11 +109,11 @@ def _chain(name: str, modules: Mapping[str, nn.Module]) -> Chain:
     return [(above, modules[above]) for above in (".".join(parts[: end + 1]) for end in range(len(parts)))]
 
 
-def _outdone(how: Hit, reason: str, origin: str, other: tuple[Entry, Hit] | None) -> bool:
-    """Whether an fp8 entry names a layer more precisely than what has made it fp32."""
+def _outdone(how: Hit, reason: str, origin: str, others: Sequence[Hit]) -> bool:
+    """Whether an fp8 entry names a layer more precisely than all that has made it fp32."""
     if reason in ("default: embedding", "default: output layer"):
         return how.named and how.depth > origin.count(".")
-    return other is not None and reason.startswith("fp32 entry") and how.beats(other[1])
+    return reason.startswith("fp32 entry") and all(how.beats(other) for other in others)
 
 
 def _left_out(chain: Chain, how: Hit) -> str | None:
@@ -128,7 +136,7 @@ class Hit(NamedTuple):
 
     Example:
         >>> chain = [("blocks", nn.Module()), ("blocks.0", nn.Module()), ("blocks.0.fc", nn.Linear(1, 1))]
-        >>> hit("blocks.*", chain) < hit("*.fc", chain) < hit("blocks.0.fc", chain)
+        >>> hit(nn.Linear, chain) < hit("*.fc", chain) < hit("blocks.0.fc", chain)
         True
     """
 
@@ -176,15 +184,15 @@ def hit(entry: Entry, chain: Chain) -> Hit | None:
     return None
 
 
-def most_precise(entries: Iterable[Entry], chain: Chain) -> tuple[Entry, Hit] | None:
-    """The entry that names the last module of ``chain`` most precisely.
+def hits(entries: Iterable[Entry], chain: Chain) -> list[tuple[Entry, Hit]]:
+    """All entries that name the last module of ``chain``, the most precise first.
 
     Example:
-        >>> most_precise([nn.Linear, "fc"], [("fc", nn.Linear(1, 1))])[0]
-        'fc'
+        >>> [entry for entry, _ in hits([nn.Linear, "head", "fc"], [("fc", nn.Linear(1, 1))])]
+        ['fc', <class 'torch.nn.modules.linear.Linear'>]
     """
     found = [(entry, how) for entry in entries if (how := hit(entry, chain)) is not None]
-    return max(found, key=lambda each: each[1], default=None)
+    return sorted(found, key=lambda each: each[1], reverse=True)
 
 
 def unfit(chain: Chain) -> str | None:

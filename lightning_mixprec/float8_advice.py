@@ -94,7 +94,9 @@ class Float8Advice:
         tokens = self._count.tokens * trainer.world_size * trainer.accumulate_grad_batches
         if not tokens:  # no layer qualifies, which has been said
             return tokens
-        warnings = [text for _, text in fp8_warnings(Limits(), tokens=tokens)]
+        given = (getattr(callback, "limits", None) for callback in trainer.callbacks)  # of a PrecisionMonitor
+        limits = next((each for each in given if isinstance(each, Limits)), Limits())
+        warnings = [text for _, text in fp8_warnings(limits, tokens=tokens)]
         for text in warnings:
             rank_zero_warn(text)
         if not warnings:

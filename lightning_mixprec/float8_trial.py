@@ -50,13 +50,15 @@ def float8_errors(model: nn.Module, loss: Callable[[], Tensor], layers: Collecti
 
 @torch.no_grad()
 def _leave(worst: dict[str, float], name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+    if not args or not output.numel():
+        return
     weight: Any = layer.weight
-    x, w = args[0].detach().flatten(0, -2).float(), weight.detach().float()
+    x, w = _rows(args[0].detach()), weight.detach().float()
     narrow_x, narrow_w = _in_float8(x, torch.float8_e4m3fn), _in_float8(w, torch.float8_e4m3fn)
     worst[name] = max(worst.get(name, 0.0), _error(narrow_x @ narrow_w.T, x @ w.T))
 
     def gradient(grad: Tensor) -> None:
-        g = grad.flatten(0, -2).float()
+        g = _rows(grad)
         narrow = _in_float8(g, torch.float8_e5m2)
         errors = (_error(narrow @ narrow_w, g @ w), _error(narrow.T @ narrow_x, g.T @ x))
         worst[name] = max(worst[name], *errors)
@@ -65,10 +67,14 @@ def _leave(worst: dict[str, float], name: str, layer: nn.Module, args: Any, outp
         output.register_hook(gradient)
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]).float()
+
+
 def _in_float8(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """What one scale for the whole tensor leaves of it."""
     limit = torch.finfo(dtype).max
-    scale = limit / tensor.abs().amax().clamp(min=1e-12) if tensor.numel() else 1.0
+    scale = limit / tensor.abs().amax().clamp(min=1e-12)
     return (tensor * scale).clamp(-limit, limit).to(dtype).float() / scale
 
 

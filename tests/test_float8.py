@@ -26,9 +26,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, PrecisionPolicy
+from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, PrecisionMonitor, PrecisionPolicy
 from lightning_mixprec import float8 as float8_module
 from lightning_mixprec.float8 import Float8Layer, Products, check_device, swap_linear_
+from lightning_mixprec.health import Limits
 from lightning_mixprec.layers import Fp32Layer, restore_
 from lightning_mixprec.sharding import shard_
 from recipes.dit import DiT
@@ -313,6 +314,16 @@ def test_the_more_precise_entry_wins(fp32, fp8, expected):
     assert set(kinds.values()) <= {"fp32", "compute"}
     if fp32 in (["blocks.0"], ["blocks.*"], [nn.Linear]):
         assert set(kinds.values()) <= {"fp32"}
+
+
+def test_every_entry_counts():
+    """Not only the one that is the most precise by itself."""
+    entries = ["blocks.*", "*.modulation"]
+    layers = PrecisionPolicy("bf16", fp8=entries).resolve(DiT(1, 10, 8)).fp8_layers
+    assert layers == [f"blocks.{index}.{name}" for index in range(2) for name in [*BLOCK, "modulation"]]
+    both = PrecisionPolicy("bf16", ["blocks.*", "*.mlp"], ["blocks.0.mlp", "blocks.1"])
+    layers = both.resolve(DiT(1, 10, 8)).fp8_layers
+    assert layers == ["blocks.0.mlp.linear_1", "blocks.0.mlp.linear_2", *(f"blocks.1.{name}" for name in BLOCK[:4])]
 
 
 def test_blanket_leaves_out_what_comes_first_and_last_and_what_is_frozen():
@@ -893,15 +904,10 @@ def test_small_batches_are_told_so_once(tmp_path):
     assert "mixprec/fp8_tokens" in (tmp_path / "metrics.csv").read_text()
 
 
-def test_large_batches_are_not_warned_of(monkeypatch, caplog):
-    from lightning_mixprec import float8_advice
-
-    monkeypatch.setattr(
-        float8_advice, "Limits", lambda: float8_advice.fp8_warnings.__globals__["Limits"](fp8_tokens=24)
-    )
+def test_large_batches_are_not_warned_of(caplog):
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO):
         warnings.simplefilter("always")
-        fit(Module(), MasterWeightPrecision(policy()))
+        fit(Module(), MasterWeightPrecision(policy()), callbacks=PrecisionMonitor(limits=Limits(fp8_tokens=24)))
     assert not [warning for warning in caught if "tokens a step" in str(warning.message)]
     assert "24 tokens a step" in caplog.text
 
