@@ -11,7 +11,6 @@ It leaves out forward and backward.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +19,11 @@ from typing import Any, TypeAlias
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch import nn
 
 from lightning_mixprec.master import MasterWeights, found_nonfinite
 from lightning_mixprec.storage import Masters
+from recipes.measure import live_bytes
 
 Shapes: TypeAlias = Sequence[tuple[int, ...]]
 SIZES: dict[str, Shapes] = {"20 M in 60": [(577, 578)] * 60, "2 M in 2000": [(1000,)] * 2000}
@@ -50,21 +48,6 @@ class Parameters(nn.Module):
         super().__init__()
         for index, shape in enumerate(shapes):
             self.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, device=device)))
-
-
-def live_bytes(device: str = "cpu") -> int:
-    """Bytes of all tensors alive on `device`, each storage once; quantised optimizer states included."""
-    gc.collect()
-    storages: dict[int, int] = {}
-    for item in gc.get_objects():
-        if not issubclass(type(item), Tensor) or item.device.type != torch.device(device).type:
-            continue
-        names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else []
-        for part in [getattr(item, name) for name in names] or [item]:
-            if not isinstance(part, FakeTensor | FunctionalTensor):  # of a compiler: no memory
-                storage = part.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def with_masters(shapes: Shapes, rung: Masters, make: Callable[[Any], Any], device: str) -> Any:

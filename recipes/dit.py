@@ -41,7 +41,7 @@ def sin_cos_2d(height: int, width: int, dim: int) -> Tensor:
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a fixed table to the patches; the sum is taken in fp32 and rounded once.
+    """Adds a fixed table to the patches, in place; the sum is taken in fp32 and rounded once.
 
     The table is a frozen parameter: precision plans show it, leave it in fp32, and optimizers do not get it.
     """
@@ -52,7 +52,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `(batch, patches, dim)` to the same shape and dtype."""
-        return (tokens.float() + self.weight.float()).to(tokens.dtype)
+        return tokens.add_(self.weight)
 
 
 class SelfAttention(nn.Module):
@@ -197,7 +197,8 @@ class DiT(nn.Module):
         condition = self.time_embedding(sinusoid(noise_level.float() * self.time_scale, TIME_FEATURES))
         condition = condition + self.class_embedding(labels)  # (batch, hidden_size)
 
-        tokens = self.pos_embed(self.patch_embed(x).flatten(2).transpose(1, 2))  # (batch, patches, hidden_size)
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()  # (batch, patches, hidden_size)
+        tokens = self.pos_embed(tokens)
         for block in self.blocks:
             tokens = call(block, tokens, condition, checkpointing=self.checkpointing)
         shift, scale = self.modulation_out(F.silu(condition))[:, None].chunk(2, dim=2)

@@ -120,7 +120,8 @@ def test_fp32_layer_computes_in_fp32_from_half_input(dtype, autocast):
 )
 def test_norm_layer_statistics_are_fp32(make, dtype, autocast):
     """T15: compute dtype out, within one ulp of plain fp32, for large values and for means far from zero."""
-    for mean, std in ((100, 3000), (0, 1), (500, 1), (-30000, 100)):
+    far = (-30000, 1000 if dtype == torch.bfloat16 else 100)  # bf16 numbers near 30000 are 128 apart
+    for mean, std in ((100, 3000), (0, 1), (500, 1), far):
         torch.manual_seed(0)
         plain = make()
         for param in plain.parameters():

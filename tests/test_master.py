@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_mixprec.master import MasterWeights, found_nonfinite
 from lightning_mixprec.storage import Bucket, decode_, encode_, round_
-from recipes.benchmark_optimizer import live_bytes
+from recipes.measure import live_bytes
 
 RUNGS = ["fp32", "split", "split24", "none"]
 EXTRA = {"split": 16, "split24": 8, "none": 0}
