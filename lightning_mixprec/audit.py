@@ -302,6 +302,7 @@ def audit(
         ...     def forward(self, x):
         ...         q, k = self.to_qk(x).mul(100).chunk(2, -1)
         ...         return (q @ k.mT).softmax(-1) @ x
+        >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8))
         >>> found = audit(net, [torch.randn(4, 8) * 9], lambda model, batch: model(batch).square().mean())
         >>> found.policy

@@ -30,7 +30,7 @@ from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, Precisio
 from lightning_mixprec import float8 as float8_module
 from lightning_mixprec.float8 import Float8Layer, Products, check_device, swap_linear_
 from lightning_mixprec.health import Limits
-from lightning_mixprec.layers import Fp32Layer, restore_
+from lightning_mixprec.layers import Fp32Layer, NormLayer, restore_, swap_
 from lightning_mixprec.sharding import shard_
 from recipes.dit import DiT
 
@@ -553,10 +553,8 @@ def test_training_follows_the_same_network_with_layers_of_torchao(compute, recip
             block[place] = Float8Linear.from_float(block[place].to(dtype), config)
     plain.stem.to(dtype)  # the head is fp32 by neither name nor place: `head` is not a name of the fp32 defaults
     plain.head.to(dtype)
-    for norm in (plain.blocks[0][0], plain.blocks[1][0]):
-        norm.forward = lambda x, norm=norm: F.layer_norm(x.float(), norm.normalized_shape, norm.weight, norm.bias).to(
-            dtype
-        )
+    for block in plain.blocks:
+        swap_(block[0], NormLayer, "cpu", dtype)  # tested elsewhere
     for batch in data():
         params = dict(plain.named_parameters())
         with torch.no_grad():
