@@ -4,7 +4,8 @@ from lightning_mixprec.audit import audit
 from lightning_mixprec.callbacks import MasterWeightAveraging
 from lightning_mixprec.fallback import FallbackLimitError, LayerFallback
 from lightning_mixprec.monitor import PrecisionMonitor
-from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.precision import MasterWeightPrecision, NonFiniteGradientsError
 from lightning_mixprec.scaler import DynamicLossScaler
 

@@ -24,14 +24,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_mixprec.float8_trial import float8_errors
 from lightning_mixprec.formats import ACTIVATION_FORMATS, Shares, Tally, lost_updates
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.observation import Observation, Steps
 from lightning_mixprec.overflow import first_nonfinite
-from lightning_mixprec.policy import COMPUTE_DTYPES, PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import COMPUTE_DTYPES, PrecisionPolicy
 from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.trial import Outcome, Trial
 
+_FP8_ERROR = 0.1  # of a layer's products, beyond which fp8 does not suit it; 0.04 to 0.06 is usual
 _SCALES = (-14, 24)  # exponents that a DynamicLossScaler has by default
 
 
@@ -42,8 +45,8 @@ class LayerAudit:
     Attributes:
         name: Qualified name.
         type_name: Class name.
-        dtype: What it computes in under the recommended policy: ``"fp16"`` or ``"bf16"``, ``"fp32"``, or ``"norm"``,
-            fp32 inside and 16 bits outside.
+        dtype: What it computes in under the recommended policy: ``"fp16"`` or ``"bf16"``, ``"fp32"``, ``"fp8"``, or
+            ``"norm"``, fp32 inside and 16 bits outside.
         parameters: Number of parameter elements that it owns.
         activation: Largest magnitude in its outputs.
         gradient: Largest magnitude of the gradients by its outputs and its own parameters, at scale 1.
@@ -52,6 +55,8 @@ class LayerAudit:
         weights: Shares of its own parameters; fp8 is e4m3.
         lost_updates: Share of its weights' updates that 16-bit weights without masters would not notice.
         reason: Why it must compute in fp32, as the audit found; None if it need not.
+        fp8_error: Of the layer's output and gradients in fp8, the largest relative error, of linear layers that may
+            compute in fp8; NaN for all others.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 1))
@@ -71,6 +76,7 @@ class LayerAudit:
     weights: dict[torch.dtype, Shares]
     lost_updates: float
     reason: str | None
+    fp8_error: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -106,14 +112,25 @@ class Audit:
         """Layers that must be fp32 and would not be, each with the reason."""
         return {layer.name: layer.reason for layer in self.layers if layer.reason is not None}
 
+    @property
+    def fp8_candidates(self) -> list[str]:
+        """Linear layers that may compute in fp8 and lose little by it: entries for ``fp8=[...]``."""
+        return [layer.name for layer in self.layers if layer.fp8_error <= _FP8_ERROR]
+
+    @property
+    def _fp8_unfit(self) -> dict[str, float]:
+        return {layer.name: layer.fp8_error for layer in self.layers if layer.fp8_error > _FP8_ERROR}
+
     def table(self) -> list[list[str]]:
         """Cells of the layers that own parameters or are recommended, the header first.
 
         ``>max``, ``->0`` and ``sub`` are shares that the 16-bit format overflows, flushes to zero and makes subnormal;
-        ``fp8`` is what fp8 would overflow or flush.
+        ``fp8`` is what fp8 would overflow or flush without scales, and ``fp8 error`` what matrix products lose with
+        them.
         """
         lost = [">max", "->0", "sub", "fp8"]
-        rows = [["layer", "type", "dtype", "activation", *lost, "gradient", *lost, "lost updates", "why fp32"]]
+        rows = [["layer", "type", "dtype", "activation", *lost, "gradient", *lost, "lost updates", "fp8 error"]]
+        rows[0].append("why fp32")
         for layer in self.layers:
             if layer.parameters or layer.reason:
                 rows.append(
@@ -121,14 +138,14 @@ class Audit:
                         *(layer.name, layer.type_name, layer.dtype),
                         *(f"{layer.activation:.3g}", *self._cells(layer.activations)),
                         *(f"{layer.gradient:.3g}", *self._cells(layer.gradients)),
-                        *(_percent(layer.lost_updates), layer.reason or ""),
+                        *(_percent(layer.lost_updates), _percent(layer.fp8_error), layer.reason or ""),
                     ]
                 )
         return rows
 
     def summary(self) -> list[str]:
         """What to know besides the table, in a few lines."""
-        compute, found = self.policy.compute, self.recommended
+        compute, found = self.policy.without_fp8().compute, self.recommended
         loss = "none" if self.loss is None else f"{self.loss:.4g}"
         return [
             f"{len(found)} of {len(self.layers)} modules must be fp32 in addition to the policy given"
@@ -136,8 +153,23 @@ class Audit:
             f"loss of the samples tried: {self.loss_fp32:.4g} in fp32, {loss} in {compute} with this policy",
             f"gradients counted at loss scale {self.loss_scale:g}; largest at which none overflows fp16: "
             f"{self.suggested_loss_scale:g}",
+            *self._fp8_summary(),
             *self.notes,
         ]
+
+    def _fp8_summary(self) -> list[str]:
+        suited, unfit = self.fp8_candidates, self._fp8_unfit
+        if not suited and not unfit:
+            return []
+        few = f": {', '.join(suited)}" if len(suited) <= 4 else ""
+        lines = [
+            f"fp8 suits {len(suited)} of the {len(suited) + len(unfit)} linear layers that qualify by shape and place"
+            f"{few}; it saves time from about 2,000,000 tokens a step on"
+        ]
+        if unfit:
+            worst = ", ".join(f"{name} ({_percent(error)})" for name, error in unfit.items())
+            lines.append(f"fp8 does not suit, for the error of their products: {worst}")
+        return lines
 
     def to_yaml(self, masters: str = "fp32", fallback: str = "raise") -> str:
         """A Hydra node that builds the plugin with this policy, for ``conf/precision/NAME.yaml``.
@@ -161,6 +193,15 @@ class Audit:
         """
         policy, found = self.policy, self.recommended
         names = [entry.__name__ if isinstance(entry, type) else entry for entry in policy.fp32]
+        fp8: list[str] = []
+        if policy.uses_fp8:
+            names_fp8 = [entry.__name__ if isinstance(entry, type) else entry for entry in policy.fp8]
+            if self._fp8_unfit:  # what is left of the entries
+                policy, names_fp8 = policy.without_fp8(), self.fp8_candidates
+            fp8 += [f"  fp8: {json.dumps(names_fp8)}"] if names_fp8 else []
+            fp8 += [] if self.policy.fp8_recipe == "tensorwise" else [f"  fp8_recipe: {self.policy.fp8_recipe}"]
+            fp8 += [] if self.policy.fp8_defaults else ["  fp8_defaults: false"]
+            fp8 += ["  emulate: true"] if self.policy.emulate else []
         entries = [f"    - {json.dumps(name)}{f'  # {found[name]}' if name in found else ''}" for name in names]
         lines = [
             "_target_: lightning_mixprec.MasterWeightPrecision",
@@ -169,6 +210,7 @@ class Audit:
             f"  compute: {policy.compute}",
             *(["  fp32:", *entries] if entries else ["  fp32: []"]),
             *([] if policy.fp32_defaults else ["  fp32_defaults: false"]),
+            *fp8,
             f"masters: {masters}",
             *([] if fallback == "raise" else [f"fallback: {fallback}"]),
         ]
@@ -239,7 +281,8 @@ def audit(
         batches: A few, on the model's device.
         loss: Takes the model and a batch and returns a scalar. Default: the model's own
             ``training_step(batch, batch_idx)``, which has no Trainer here: ``self.log`` is heard by nobody.
-        policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or ``"fp16"`` or ``"bf16"``.
+        policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or ``"fp16"``, ``"bf16"`` or ``"fp8"``. Its fp8
+            layers are tried in 16 bits; what fp8 costs is measured by itself.
         loss_scale: At which gradients are counted; None: the suggested one. Trials are made at scale 1.
         lr: An update is ``lr`` times the mean gradient of the batches.
         optimizer: Takes parameters and returns an optimizer; an update is then what its first step does. One is lost
@@ -259,6 +302,7 @@ def audit(
         ...     def forward(self, x):
         ...         q, k = self.to_qk(x).mul(100).chunk(2, -1)
         ...         return (q @ k.mT).softmax(-1) @ x
+        >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8))
         >>> found = audit(net, [torch.randn(4, 8) * 9], lambda model, batch: model(batch).square().mean())
         >>> found.policy
@@ -282,18 +326,18 @@ def audit(
         if "torch._dynamo" in sys.modules:  # a compiled module would run past hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         observed, watched = _observe(model, batches, loss, loss_scale or 1.0)
-        outcome = _try(model, batches[0], loss, policy, observed, samples, device_type)
-        policy = PrecisionPolicy(
-            policy.compute, fp32=[*policy.fp32, *outcome.reasons], fp32_defaults=policy.fp32_defaults
-        )
+        outcome = _try(model, batches[0], loss, policy.without_fp8(), observed, samples, device_type)
+        policy = policy.with_fp32(outcome.reasons)
         plan = policy.resolve(model)
+        fp8 = policy if policy.uses_fp8 else PrecisionPolicy("fp8", policy.fp32, fp32_defaults=policy.fp32_defaults)
+        fp8_errors = _fp8_errors(model, batches[0], loss, fp8.resolve(model).fp8_layers)
         suggested = _suggested_scale(max((observed.gradients[name].largest for name in outcome.narrow), default=0.0))
         if loss_scale is None:
             observed, watched = _observe(model, batches, loss, suggested)
         lost = _lost_updates(watched, len(batches), policy.compute_dtype, lr, optimizer)
     return Audit(
         policy=policy,
-        layers=_layers(model, plan, observed, lost, outcome.reasons),
+        layers=_layers(model, plan, observed, lost, outcome.reasons, fp8_errors),
         loss_scale=float(loss_scale or suggested),
         suggested_loss_scale=suggested,
         notes=outcome.notes + _also_matched(plan, outcome.reasons),
@@ -355,6 +399,16 @@ def _try(
     return Trial(model, lambda: steps(batch, 0), policy, observed, device_type).outcome()
 
 
+def _fp8_errors(
+    model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, layers: list[str]
+) -> dict[str, float]:
+    if not layers:
+        return {}
+    model = _copy(model)
+    steps = Steps(model, loss)
+    return float8_errors(model, lambda: steps(batch, 0), layers)
+
+
 def _suggested_scale(largest: float) -> float:
     """Largest power of two that takes no gradient beyond fp16."""
     exponent = math.floor(math.log2(torch.finfo(torch.float16).max / largest)) if largest else _SCALES[1]
@@ -387,6 +441,7 @@ def _layers(
     observed: Observation,
     lost: dict[str, tuple[int, int]],
     reasons: dict[str, str],
+    fp8_errors: dict[str, float],
 ) -> list[LayerAudit]:
     compute = next(name for name, dtype in COMPUTE_DTYPES.items() if dtype == plan.compute)
     layers = []
@@ -413,6 +468,7 @@ def _layers(
                 weights=weights.shares,
                 lost_updates=missed / moved if moved else math.nan,
                 reason=reasons.get(name),
+                fp8_error=fp8_errors.get(name, math.nan),
             )
         )
     return layers

@@ -18,7 +18,8 @@ from torch._functorch import config as functorch_config
 
 from lightning_mixprec.layers import ComputeLayer, Fp32Layer, WidenedLayer, restore_, swap_, swap_layers_
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.storage import Masters
 
 _SETTINGS = {
@@ -86,6 +87,10 @@ class Conversion:
     def _swap_layers(self) -> None:
         fp32 = WidenedLayer if self._sharded else Fp32Layer
         swap_layers_(self._model, self.plan.kinds, self._device_type, self._policy.compute_dtype, fp32)
+        if self._policy.uses_fp8:
+            from lightning_mixprec.float8 import swap_linears_  # which needs torchao
+
+            swap_linears_(self._model, self.plan.fp8_layers, self._device_type, self._policy)
 
     def share(self, layers: Sequence[str]) -> float:
         """Share of the model's parameters that would be 16-bit without ``layers`` in fp32."""

@@ -24,6 +24,8 @@ class Limits:
         scale: Loss scale below which fp16 loses more gradients than scaling saves.
         headroom: Bits between the largest activation and the end of its dtype: 1 is a factor of two.
         vanished: Share of a layer's gradients that are zero or subnormal.
+        fp8_tokens: Tokens in a step below which fp8 is not expected to pay: the field's heuristic, for layers of common
+            sizes. Below it casts and scales cost about what the faster products save.
 
     Example:
         >>> Limits(headroom=3.0).headroom
@@ -34,6 +36,7 @@ class Limits:
     scale: float = 1.0
     headroom: float = 1.0
     vanished: float = 0.5
+    fp8_tokens: int = 2_000_000
 
 
 def run_warnings(limits: Limits, *, skipped: int, batches: int, scale: float, fp16: bool) -> Iterator[tuple[str, str]]:
@@ -86,6 +89,26 @@ def layer_warnings(limits: Limits, layers: Mapping[str, LayerStats], scale: floa
             "vanished",
             f"{share:.0%} of the gradients of {gone[0]!r} are zero or subnormal at loss scale {scale:g}. If the layer "
             "is meant to train, raise DynamicLossScaler(init_scale=...), or train in bf16, whose exponents suffice.",
+        )
+
+
+def fp8_warnings(limits: Limits, *, tokens: int) -> Iterator[tuple[str, str]]:
+    """The rule about fp8 that cannot pay.
+
+    Args:
+        limits: When to speak.
+        tokens: That enter fp8 layers in a step, of all ranks and accumulated batches together.
+
+    Example:
+        >>> [rule for rule, _ in fp8_warnings(Limits(), tokens=8192)]
+        ['fp8']
+    """
+    if tokens < limits.fp8_tokens:
+        yield (
+            "fp8",
+            f"{tokens:,} tokens a step enter fp8 layers. fp8 saves time, not memory, and as a rule only from about "
+            f"{limits.fp8_tokens:,} tokens a step on, with torch.compile: PrecisionPolicy('bf16') is likely as fast, "
+            "and more accurate. Measure both, or take a larger batch.",
         )
 
 

@@ -26,7 +26,7 @@ from lightning_mixprec.norms import lean_norm
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Swapped(nn.Module):
+class SwappedLayer(nn.Module):
     """Base of the classes below. ``_mixprec`` is (device type, compute dtype), set on the instance by :func:`swap_`.
 
     An instance made from the class itself (``type(layer)(...)``) has none, and is a plain one.
@@ -45,7 +45,7 @@ class _Swapped(nn.Module):
         return (_rebuild, (kind, make, tuple(base if arg is type(self) else arg for arg in args)), *rest)
 
 
-class Fp32Layer(_Swapped):
+class Fp32Layer(SwappedLayer):
     """Runs ``forward`` in fp32: autocast off, 16-bit floating-point inputs widened, results left in fp32.
 
     Results are not cast back, because a value that needed fp32 may not fit into 16 bits; what takes it casts it.
@@ -83,7 +83,7 @@ class WidenedLayer(Fp32Layer):
             return super().forward(*args, **kwargs)
 
 
-class NormLayer(_Swapped):
+class NormLayer(SwappedLayer):
     """Normalisation with fp32 parameters and statistics whose result is in the compute dtype.
 
     The activations are widened, and the fp32 result is rounded once. For backward torch's own GroupNorm, LayerNorm and
@@ -115,7 +115,7 @@ class NormLayer(_Swapped):
             return map_tensors(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
 
 
-class ComputeLayer(_Swapped):
+class ComputeLayer(SwappedLayer):
     """Runs ``forward`` under autocast, so that a call from a hook gives what a call from a training step gives.
 
     A ``dtype`` property that says what the parameters are, as in models of diffusers, says what they were: such a model
@@ -152,7 +152,7 @@ def compute_context(device_type: str, dtype: torch.dtype) -> torch.autocast:
 
 
 def swap_(
-    module: nn.Module, kind: type[_Swapped], device_type: str, compute: torch.dtype, *, wraps_forward: bool = True
+    module: nn.Module, kind: type[SwappedLayer], device_type: str, compute: torch.dtype, *, wraps_forward: bool = True
 ) -> nn.Module:
     """Exchange the class of ``module`` in place for a subclass of the given kind, and return it.
 
@@ -192,7 +192,7 @@ def swap_layers_(
 
     Args:
         model: The model.
-        kinds: ``"fp32"``, ``"norm"`` or ``"compute"`` by qualified name, as a plan has them.
+        kinds: ``"fp32"``, ``"norm"`` or ``"compute"`` by qualified name, as a plan has them. Others are for others.
         device_type: Type of the device it will run on.
         compute: Compute dtype of the others.
         fp32: The kind of fp32 layers.
@@ -203,7 +203,7 @@ def swap_layers_(
         >>> isinstance(net[0], Fp32Layer), isinstance(net[1], NormLayer)
         (True, True)
     """
-    classes: dict[str, type[_Swapped]] = {"fp32": fp32, "norm": NormLayer}
+    classes: dict[str, type[SwappedLayer]] = {"fp32": fp32, "norm": NormLayer}
     for name, layer in model.named_modules(remove_duplicate=False):
         kind = classes.get(kinds.get(name, "compute"))
         if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
@@ -221,11 +221,11 @@ def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
         True
     """
     for each in module.modules() if below else [module]:
-        if isinstance(each, _Swapped) and "_mixprec" in each.__dict__:
+        if isinstance(each, SwappedLayer) and "_mixprec" in each.__dict__:
             _drop_own_forward(each)
             each.__class__ = type(each).__bases__[1]
-            del each.__dict__["_mixprec"]
-            each.__dict__.pop("_mixprec_dtype", None)
+            for mark in [key for key in each.__dict__ if key.startswith("_mixprec")]:
+                del each.__dict__[mark]
     return module
 
 
@@ -357,10 +357,10 @@ def _make_subclass(kind: Any, base: Any) -> Any:
 _subclass: Callable[[Any, Any], Any] = cache(_make_subclass)  # one class per pair, so that copies compare equal
 
 
-def _rebuild(kind: type[_Swapped], make: Any, args: tuple[Any, ...]) -> Any:
+def _rebuild(kind: type[SwappedLayer], make: Any, args: tuple[Any, ...]) -> Any:
     return _renew(kind, make(*args))
 
 
-def _renew(kind: type[_Swapped], module: Any) -> Any:
+def _renew(kind: type[SwappedLayer], module: Any) -> Any:
     module.__class__ = _subclass(kind, type(module))
     return module

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -25,32 +25,29 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mixprec.answers import Answers
 from lightning_mixprec.buffers import BufferGuard
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.diagnosis import Diagnosis
 from lightning_mixprec.fallback import LayerFallback
+from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
 from lightning_mixprec.guests import (
     BuildingModule,
     Once,
     TrainingModule,
-    advance_always,
-    rebuild_wrapper,
-    rest_over_skips,
 )
 from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
+from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.overflow import Verdict
-from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.questions import (
-    announce_fallback,
     called_directly,
     reduces_gradients,
     refuse_averaging,
@@ -62,15 +59,18 @@ from lightning_mixprec.questions import (
     user_code_sees_gradients,
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
-from lightning_mixprec.replay import Replayer
-from lightning_mixprec.roll_call import RollCall
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.storage import Masters
 
 log = logging.getLogger(__name__)
 
-_LIGHTNING_NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_LIGHTNING_NAMES: dict[str, Any] = {
+    "fp32": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "bf16-mixed",  # Lightning has no name for it, and what it does with the name fits
+}
 
 
 class NonFiniteGradientsError(RuntimeError):
@@ -93,8 +93,8 @@ class MasterWeightPrecision(Precision):
     epoch is divided by ``accumulate_grad_batches`` like the others, so its update is smaller.
 
     Args:
-        policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``
-            or ``"fp16"``.
+        policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``,
+            ``"fp16"`` or ``"fp8"``, bf16 with every linear layer that qualifies in fp8 (needs torchao).
         scaler: Loss scaler. Default: a :class:`~lightning_mixprec.scaler.DynamicLossScaler` for fp16, whose
             gradients underflow, and a constant 1 for bf16 and fp32, whose exponents do not need one. A batch with a
             non-finite gradient is skipped in every mode.
@@ -114,9 +114,12 @@ class MasterWeightPrecision(Precision):
 
     Attributes:
         step_was_skipped: Whether the update of the last batch was.
+        fp8_tokens: Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together, known after
+            the first batch; None without fp8.
 
     Raises:
         ValueError: If an argument has a value that is not among the choices.
+        ImportError: If the policy uses fp8 and torchao is not installed.
 
     Example:
         >>> import lightning as L
@@ -141,7 +144,7 @@ class MasterWeightPrecision(Precision):
             raise ValueError(f"scaler={scaler!r} must be a lightning_mixprec.DynamicLossScaler or None.")
         if masters not in get_args(Masters):
             raise ValueError(f"Unknown masters={masters!r}. Choose one of {', '.join(map(repr, get_args(Masters)))}.")
-        if masters != "fp32" and self.policy.compute != "bf16":
+        if masters != "fp32" and self.policy.compute_dtype != torch.bfloat16:
             raise ValueError(
                 f"masters={masters!r} is for bf16, which is the upper half of fp32, not for {self.policy.compute}. "
                 f"Use masters='fp32'."
@@ -153,6 +156,7 @@ class MasterWeightPrecision(Precision):
             raise ValueError(f"Unknown reduce_dtype={reduce_dtype!r}. Choose one of {choices}.")
         if scaler is None:
             scaler = DynamicLossScaler() if self.policy.compute == "fp16" else DynamicLossScaler.static()
+        require_float8(self.policy)
         self.scaler = scaler
         self.masters = masters
         self.fallback = LayerFallback() if fallback == "auto" else fallback
@@ -160,28 +164,28 @@ class MasterWeightPrecision(Precision):
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
         self.step_was_skipped = False
+        self.fp8_tokens: int | None = None
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
         self._ledger: GradientLedger | None = None
         self._buffers: BufferGuard | None = None
-        self._handles: list[Any] = []  # of hooks on parameters, in manual optimization
-        self._schedulers: list[Any] = []  # that rest over skipped steps, in manual optimization
-        self._in_backward = False
-        self._in_training_step = self._made_backward = False
+        self._manual: ManualGuards | None = None  # in manual optimization
+        self._in_training_step = False
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
         self._advance_schedules = True
         self._skipped_optimizers: set[Optimizer] = set()  # in this batch
         self._batch: Any = None  # the last one, for a diagnosis
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
+        self._answers: Answers | None = None
         self._diagnosis: Diagnosis | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._overflowed: tuple[list[str], Tensor] = ([], torch.zeros(0))  # gradients of the last skip; bad or not
         self._conversion: Conversion | None = None
         self._reduction: GradientReduction | None = None  # under DDP
-        self._roll_call: RollCall | None = None  # under DDP, in manual optimization
         self._fp32_layers: list[str] = []  # of the last fit
         self._rounding: dict[str, Any] = {}
+        self._fp8_advice: Float8Advice | None = None  # while it is still to be given
 
     # Public state, exact after every training batch
 
@@ -221,6 +225,11 @@ class MasterWeightPrecision(Precision):
         return list(self._conversion.fp32_layers if self._conversion is not None else self._fp32_layers)
 
     @property
+    def emulated(self) -> bool:
+        """Whether fp8 layers compute on hardware without fp8, or as if on such."""
+        return self.policy.uses_fp8 and self.policy.emulate
+
+    @property
     def master_weights(self) -> MasterWeights | None:
         """The fp32 masters; None before and after fit, and where everything is fp32."""
         return self._conversion.masters if self._module is not None and self._conversion is not None else None
@@ -251,6 +260,7 @@ class MasterWeightPrecision(Precision):
             if isinstance(self.fallback, LayerFallback):
                 self.fallback.reset()
         refuse_averaging(trainer.callbacks, module)
+        refuse_device(self.policy, trainer.strategy.root_device)
         self._module = module
         self._device = trainer.strategy.root_device
         # Outside of fit nothing is updated, and rungs that would round are not needed.
@@ -260,13 +270,15 @@ class MasterWeightPrecision(Precision):
         entrances = called_directly(module)
         device_type = self._device.type
         self._conversion = Conversion(module, self.policy, self._fp32_layers, device_type, masters, entrances)
+        announce_float8(self.policy, self._conversion.plan)
         if self.master_weights is not None:
             if fitting:
                 swap_(module, BuildingModule, device_type, self.compute_dtype, wraps_forward=False)
             total = len(list(module.parameters()))
+            half = self.policy.without_fp8().compute
             rank_zero_info(
-                f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are "
-                f"{self.policy.compute}, masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
+                f"{type(self).__name__}: {len(self.master_weights)} of {total} parameter tensors are {half}, "
+                f"masters={masters!r}; print(trainer.precision_plugin.plan) lists them."
             )
         return module
 
@@ -282,11 +294,14 @@ class MasterWeightPrecision(Precision):
         if self.master_weights is not None:
             # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
             self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
-        self._diagnosis = self._diagnose(module)
+        assert self._conversion is not None
+        self._answers = Answers(module, self._conversion, self.scaler, self._device, self.compute_dtype, self.fallback)
+        self._diagnosis = self._answers.diagnosis
         self._reduction = None
         if self.master_weights is not None and reduces_gradients(model, module.trainer.strategy):
             self._reduction = GradientReduction(self.master_weights, self.reduce_dtype)
             self._reduction.follow(model)
+            self._answers.reduction = self._reduction
         if not optimizers:
             return model, optimizers, lr_schedulers
         self._ledger = GradientLedger(
@@ -299,19 +314,15 @@ class MasterWeightPrecision(Precision):
             keep_gradients=not module.automatic_optimization,
         )
         self._decided = True
+        self._fp8_advice = Float8Advice(module) if self.policy.uses_fp8 else None
         self._buffers = BufferGuard(module)
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
         if not module.automatic_optimization:
-            self._schedulers = [rest_over_skips(config.scheduler, self) for config in lr_schedulers]
-            self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
-            if ddp or not self.scaler.is_identity:
-                for optimizer in optimizers:
-                    for group in optimizer.param_groups:
-                        for param in filter(_trains, group["params"]):
-                            hook = param.register_post_accumulate_grad_hook(self._refuse_plain_backward)
-                            self._handles.append(hook)
+            schedulers = [config.scheduler for config in lr_schedulers]
+            refuse = ddp or not self.scaler.is_identity
+            self._manual = ManualGuards(self, model, optimizers, schedulers, refuse_plain_backward=refuse)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -320,16 +331,14 @@ class MasterWeightPrecision(Precision):
             self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
         self._hopeless = None
+        self._fp8_advice = None
         self._ledger = self._buffers = self._batch = self._nonfinite_loss = self._reduction = None
-        self._roll_call = None
         if self._diagnosis is not None:
             self._diagnosis.stop()
-            self._diagnosis = None
-        for handle in self._handles:
-            handle.remove()
-        for scheduler in self._schedulers:
-            advance_always(scheduler)
-        self._handles, self._schedulers = [], []
+            self._diagnosis = self._answers = None
+        if self._manual is not None:
+            self._manual.remove()
+            self._manual = None
         if module is None or self._conversion is None:
             return
         if self._conversion.masters is not None:
@@ -383,17 +392,18 @@ class MasterWeightPrecision(Precision):
             self._diagnosis.begin_batch()
         assert self._diagnosis is not None
         self._in_training_step = self._diagnosis.training_step = True
-        self._made_backward = False
+        if self._manual is not None:
+            self._manual.begin_batch()
         try:
-            with self.forward_context(), self._diagnosis.checkup():
+            with self.forward_context(), self._diagnosis.checkup(), self._fp8_advice or nullcontext():
                 yield
         finally:
             self._in_training_step = False
             if self._diagnosis is not None:
                 self._diagnosis.training_step = False
         if not module.automatic_optimization:
-            if self._roll_call is not None and not self._made_backward:
-                self._roll_call.miss(self._ledger.batches)
+            if self._manual is not None:
+                self._manual.end_batch(self._ledger.batches)
             self._end_batch(module)
 
     def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
@@ -424,21 +434,21 @@ class MasterWeightPrecision(Precision):
         nonfinite = ~torch.isfinite(tensor.detach()).all()
         self._nonfinite_loss = nonfinite if self._nonfinite_loss is None else self._nonfinite_loss | nonfinite
         self._ledger.before_backward()
-        self._made_backward = True
-        if self._roll_call is not None:
-            wrapper: Any = module.trainer.strategy.model
-            self._roll_call.enter(self._ledger.batches, synchronised=wrapper.require_backward_grad_sync)
+        if self._manual is not None:
+            self._manual.before_backward(self._ledger.batches, module.trainer.strategy.model)
         with self._no_autocast():
             return super().pre_backward(self.scaler.scale_loss(tensor), module)
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Backward, never under autocast."""
-        self._in_backward = True
+        if self._manual is not None:
+            self._manual.in_backward = True
         try:
             with self._no_autocast():
                 super().backward(tensor, model, optimizer, *args, **kwargs)
         finally:
-            self._in_backward = False
+            if self._manual is not None:
+                self._manual.in_backward = False
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
@@ -529,6 +539,9 @@ class MasterWeightPrecision(Precision):
     def _end_batch(self, model: LightningModule) -> None:
         assert self._ledger is not None
         skipped = bool(self._skipped_optimizers)
+        if self._fp8_advice is not None and self._fp8_advice.due:
+            self.fp8_tokens = self._fp8_advice.give(model.trainer)
+            self._fp8_advice = None
         stepped = self._ledger.end_batch()
         if stepped is None:
             return
@@ -540,60 +553,9 @@ class MasterWeightPrecision(Precision):
         hopeless, self._hopeless = self._hopeless, None
         if hopeless is not None:
             raise NonFiniteGradientsError(hopeless)
-        assert self._diagnosis is not None
-        verdicts = self._diagnosis.end_batch(skipped=skipped, noticed=self._ledger.noticed)
-        self._ledger.noticed = False
-        if verdicts:
-            self._answer(model, verdicts)
-        elif isinstance(self.fallback, LayerFallback):
-            self.fallback.beyond = 0
-
-    # Layers that overflow
-
-    def _diagnose(self, module: LightningModule) -> Diagnosis:
-        assert self._conversion is not None
-        repair = isinstance(self.fallback, LayerFallback)
-        masters = self.master_weights
-        read = None if masters is None else lambda param: masters.read(param).float()
-        replayer = Replayer(self._device.type, self.compute_dtype, read)
-        diagnosis = Diagnosis(
-            module, self.scaler, self._device, replayer, in_fp32=self._conversion.plan.fp32_modules, repair=repair
-        )
-        names = {each: name.removesuffix("._orig_mod") for name, each in module.named_modules()}
-        diagnosis.guard((names[each], module.get_submodule(names[each])) for each in called_directly(module))
-        return diagnosis
-
-    def _answer(self, model: LightningModule, verdicts: list[Verdict]) -> None:
-        """A layer has overflowed, and all ranks know: name it, or move it to fp32."""
-        conversion, diagnosis = self._conversion, self._diagnosis
-        assert conversion is not None
-        assert diagnosis is not None
-        if not isinstance(self.fallback, LayerFallback):
-            for verdict in verdicts:
-                diagnosis.warn(verdict, "in a training step")
-            return
-        found = [verdict.layer for verdict in verdicts if verdict.layer not in conversion.fp32_layers]
-        layers = [*conversion.fp32_layers, *found]
-        share = conversion.share(layers)
-        if not any(verdict.training for verdict in verdicts):
-            if not self.fallback.allows(layers, share):
-                return  # named already, and repaired in every call; training goes well
-        elif not self.fallback.check(layers, share):
-            return
-        due = self.fallback.strike(found)
-        if due:
-            layers = [*conversion.fp32_layers, *due]
-            self._move_to_fp32(model, due)
-            announce_fallback(model.trainer, [v for v in verdicts if v.layer in due], len(layers))
-
-    def _move_to_fp32(self, model: LightningModule, layers: Sequence[str]) -> None:
-        assert self._conversion is not None
-        self._conversion.move_to_fp32(layers)
-        if self._diagnosis is not None:
-            self._diagnosis.in_fp32 = self._conversion.plan.fp32_modules
-        rebuild_wrapper(model.trainer.strategy)
-        if self._reduction is not None:
-            self._reduction.follow(cast(nn.Module, model.trainer.strategy.model))
+        assert self._answers is not None
+        noticed, self._ledger.noticed = self._ledger.noticed, False
+        self._answers.end_batch(skipped=skipped, noticed=noticed)
 
     def _uncount_step(self, model: LightningModule) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
@@ -608,13 +570,6 @@ class MasterWeightPrecision(Precision):
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
-
-    def _refuse_plain_backward(self, param: nn.Parameter) -> None:
-        if not self._in_backward:
-            raise MisconfigurationException(
-                "A loss was sent backward by `loss.backward()`, without the loss scale that the step will divide by, "
-                "and under DDP without the mean over ranks. In manual optimization write `self.manual_backward(loss)`."
-            )
 
     # Checkpoints
 
@@ -642,8 +597,8 @@ class MasterWeightPrecision(Precision):
                 self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
-            if state_dict.get("fp32_layers") and self._module is not None:
-                self._move_to_fp32(self._module, state_dict["fp32_layers"])
+            if state_dict.get("fp32_layers") and self._answers is not None:
+                self._answers.move_to_fp32(state_dict["fp32_layers"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""
@@ -669,7 +624,3 @@ class MasterWeightPrecision(Precision):
             f"{type(self).__name__}({self.policy!r}, scaler={self.scaler!r}, masters={self.masters!r}, "
             f"fallback={self.fallback!r})"
         )
-
-
-def _trains(param: nn.Parameter) -> bool:
-    return param.requires_grad

@@ -25,7 +25,8 @@ from lightning_mixprec.layers import compute_context, map_tensors, restore_, swa
 from lightning_mixprec.magnitudes import cures, differ, largest, nonfinite
 from lightning_mixprec.observation import Observation
 from lightning_mixprec.overflow import is_within
-from lightning_mixprec.policy import PrecisionPlan, PrecisionPolicy
+from lightning_mixprec.plan import PrecisionPlan
+from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
 
 

@@ -33,8 +33,8 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 REMEDY = "Change it, or leave it out."
 
 OWNED_BY_GROUPS = {
-    "precision": "precision=fp32|bf16|fp16, which sets the plugin; Lightning accepts only one of the two",
-    "plugins": "precision=fp32|bf16|fp16 (and precision.* for its arguments)",
+    "precision": "precision=fp32|bf16|fp16|fp8, which sets the plugin; Lightning accepts only one of the two",
+    "plugins": "precision=fp32|bf16|fp16|fp8 (and precision.* for its arguments)",
     "strategy": "strategy=auto|ddp|fsdp2 (and strategy.* for its arguments)",
     "callbacks": "the callbacks group, e.g. +callbacks.mine._target_=package.Callback",
     "logger": "the logger group",

@@ -30,6 +30,7 @@ from omegaconf import DictConfig
 from torch.func import functional_call
 
 from lightning_mixprec import PrecisionPlan
+from lightning_mixprec.float8_advice import refuse_device
 from recipes import command_line, resume, sweep
 from recipes.callbacks import RunRecord, SampleGrid, SaveOnInterruption
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
@@ -244,8 +245,16 @@ def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
 
 def policy_plan(trainer: L.Trainer, module: DiffusionModule) -> PrecisionPlan:
     """Which layer computes in which dtype; refuses layers that the network does not have before processes start."""
+    policy = trainer.precision_plugin.policy  # type: ignore[attr-defined]
     try:
-        return trainer.precision_plugin.policy.resolve(module)  # type: ignore[attr-defined]
+        refuse_device(policy, trainer.strategy.root_device)
+    except MisconfigurationException as error:
+        raise ConfigError(
+            f"precision.policy.emulate={policy.emulate}: {error} In a recipe these are precision=bf16 "
+            "and precision.policy.emulate=true."
+        ) from error
+    try:
+        return policy.resolve(module)
     except ValueError as error:
         raise ConfigError(f"precision.policy: {error}") from error
 

@@ -6,13 +6,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Modules that know torch alone, and which of each other they may know.
 TORCH_ONLY = {
-    "policy": set(),
+    "eligible": set(),
+    "plan": set(),
+    "policy": {"eligible", "plan"},
+    "float8": {"eligible", "layers", "policy"},
     "scaler": set(),
     "buffers": set(),
     "norms": set(),
     "layers": {"norms"},
     "shards": set(),
-    "sharding": {"policy"},
+    "sharding": {"plan", "policy"},
     "replay": {"layers"},
     "magnitudes": {"replay", "shards"},
     "overflow": {"magnitudes", "replay"},
@@ -20,12 +23,13 @@ TORCH_ONLY = {
     "fallback": set(),
     "layer_stats": {"formats", "replay", "shards"},
     "health": {"layer_stats"},
-    "conversion": {"layers", "master", "policy", "storage"},
+    "conversion": {"float8", "layers", "master", "plan", "policy", "storage"},
     "diagnosis": {"inside", "magnitudes", "overflow", "replay", "scaler"},
     "formats": set(),
     "observation": {"formats", "replay"},
-    "trial": {"layers", "magnitudes", "observation", "overflow", "policy", "replay"},
-    "audit": {"formats", "magnitudes", "observation", "overflow", "policy", "replay", "trial"},
+    "trial": {"layers", "magnitudes", "observation", "overflow", "plan", "policy", "replay"},
+    "float8_trial": set(),
+    "audit": {"float8_trial", "formats", "magnitudes", "observation", "overflow", "plan", "policy", "replay", "trial"},
     "storage": set(),
     "probe": set(),
     "bucket_state": {"storage"},
@@ -66,3 +70,12 @@ def test_nothing_in_the_package_imports_hydra_or_recipes():
 def test_no_catch_all_modules():
     names = {path.stem for folder in ("lightning_mixprec", "recipes") for path in (ROOT / folder).glob("*.py")}
     assert not names & {"utils", "common", "helpers", "misc"}
+
+
+def test_torchao_is_optional():
+    """One module imports it, and that one is imported inside functions."""
+    for path in (ROOT / "lightning_mixprec").glob("*.py"):
+        top = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
+        if path.stem != "float8":
+            assert not any(module.startswith("torchao") for module in imports(path)), path
+            assert "lightning_mixprec.float8" not in top, path

@@ -1,5 +1,6 @@
 """The audit finds what was planted and nothing else, counts as by hand, and leaves no trace."""
 
+import math
 import random
 
 import lightning as L
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, NonFiniteGradientsError, PrecisionPolicy, audit
+from lightning_mixprec.audit import Audit
+from lightning_mixprec.float8_trial import float8_errors
 from lightning_mixprec.formats import lost_updates
 from lightning_mixprec.overflow import is_within
 from recipes import audit as recipe
@@ -536,3 +539,64 @@ def test_command_leaves_out_what_is_the_audit_s_own(tmp_path) -> None:
     line = recipe.command(tmp_path, overrides)
     assert line.endswith("precision=policy experiment=digits_unet optimizer.lr=0.1")
     assert command_line.CONF == ROOT / "conf"
+
+
+# fp8
+
+
+class Outlier(nn.Module):
+    """One of 64 features is a million times as large as the others, and its weights are as much smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        with torch.no_grad():
+            self.blocks[1].weight[:, 0] *= 1e-8
+        self.size = torch.ones(64)
+        self.size[0] = 1e6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.stem(x)) * self.size))
+
+
+def outlier_audit(policy: PrecisionPolicy | str) -> Audit:
+    torch.manual_seed(0)
+    return audit(Outlier(), [torch.randn(256, 16)], lambda model, x: model(x).square().mean(), policy=policy)
+
+
+def test_fp8_suits_layers_without_outliers() -> None:
+    found = outlier_audit("bf16")
+    errors = {layer.name: layer.fp8_error for layer in found.layers}
+    assert found.fp8_candidates == ["blocks.0"]
+    assert 0.02 < errors["blocks.0"] < 0.1 < errors["blocks.1"]
+    assert math.isnan(errors["stem"])  # the first layer is none of those that may
+    assert math.isnan(errors["head"])
+    assert "fp8 suits 1 of the 2 linear layers" in str(found)
+    assert "blocks.1 (" in str(found)
+    assert "fp8" not in found.to_yaml()  # nobody asked for it
+
+
+def test_the_policy_found_trains_in_fp8_what_fp8_suits() -> None:
+    found = outlier_audit(PrecisionPolicy("fp8", fp8_recipe="rowwise", emulate=True))
+    policy = instantiate(yaml.safe_load(found.to_yaml()), _convert_="all").policy
+    assert repr(policy) == "PrecisionPolicy('bf16', fp8=['blocks.0'], fp8_recipe='rowwise', emulate=True)"
+    assert policy.resolve(Outlier()).fp8_layers == ["blocks.0"]
+
+
+def test_fp8_errors_are_those_of_the_products() -> None:
+    """By hand, in float64, for one layer and tensorwise scales."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32, bias=False))
+    x, g = torch.randn(64, 16), torch.randn(64, 32)
+    found = float8_errors(net, lambda: (net(x) * g).sum(), ["0"])["0"]
+
+    def narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = torch.finfo(dtype).max / tensor.abs().max()
+        return (tensor * scale).to(dtype).double() / scale.double()
+
+    w = net[0].weight.detach()
+    nx, nw, ng = narrow(x, torch.float8_e4m3fn), narrow(w, torch.float8_e4m3fn), narrow(g, torch.float8_e5m2)
+    x, w, g = x.double(), w.double(), g.double()
+    pairs = [(nx @ nw.T, x @ w.T), (ng @ nw, g @ w), (ng.T @ nx, g.T @ x)]
+    assert found == pytest.approx(max(float((a - b).norm() / b.norm()) for a, b in pairs), rel=1e-4)

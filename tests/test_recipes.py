@@ -324,7 +324,7 @@ def test_untrained_network_predicts_zero_and_passes_gradients() -> None:
 # Configuration
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2"])
 def test_every_option_composes_and_builds(monkeypatch: pytest.MonkeyPatch, precision: str, strategy: str) -> None:
     from hydra.utils import instantiate

@@ -956,7 +956,7 @@ def test_fit_without_an_optimizer_counts_as_stock():
 # Errors before training
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16", "fp8", "half", None])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16", "float8", "half", None])
 def test_unknown_precision_names_the_choices(precision):
     with pytest.raises(ValueError, match=rf"{precision!r}.*'fp32', 'bf16', 'fp16'"):
         MasterWeightPrecision(precision)
