@@ -69,8 +69,9 @@ class SmallImagesDataModule(DataModule):
             return self.source(self.directory, train=train)
         except Exception as error:  # absent or cut off; torchvision raises RuntimeError, ValueError, AssertionError ...
             if not self.download:
+                reason = "" if "not found" in str(error) else f" ({error})"
                 raise ConfigError(
-                    f"data.directory={self.directory}: {name} is not in {where}, or not whole ({error}). Write "
+                    f"data.directory={self.directory}: {name} is not in {where}, or not whole{reason}. Write "
                     f"data.download=true to fetch it, or data.directory=PATH where torchvision's {name} is."
                 ) from error
         if launched := [variable for variable in LAUNCHED if variable in os.environ]:
