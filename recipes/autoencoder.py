@@ -151,10 +151,10 @@ class FrozenAutoencoder:
         self.dtype = DTYPES[dtype]
         config = read_config(path)
         try:
-            self.model = _own(path, config) if config["_class_name"] == "Autoencoder" else _from_diffusers(path)
+            load = _own if config["_class_name"] == "Autoencoder" else _from_diffusers
+            self.model = load(path, self.dtype).requires_grad_(False).eval()
         except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:
             raise ConfigError(f"autoencoder={path} cannot be loaded: {error}") from error
-        self.model.to(self.dtype).requires_grad_(False).eval()
         config = dict(self.model.config)  # type: ignore[arg-type]  # with the defaults that a file may leave out
         self.scaling_factor = float(config["scaling_factor"])
         self.shift_factor = float(config.get("shift_factor") or 0.0)
@@ -240,13 +240,14 @@ def _weight_files(directory: Path) -> Iterator[Path]:
     yield from sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")])
 
 
-def _own(path: str, config: dict[str, Any]) -> nn.Module:
-    model = Autoencoder(**{key: value for key, value in config.items() if key != "_class_name"})
+def _own(path: str, dtype: torch.dtype) -> nn.Module:
+    config = {key: value for key, value in read_config(path).items() if key != "_class_name"}
+    model = Autoencoder(**config)
     model.load_state_dict(load_file(Path(path) / WEIGHTS))
-    return model
+    return model.to(dtype)
 
 
-def _from_diffusers(path: str) -> nn.Module:
+def _from_diffusers(path: str, dtype: torch.dtype) -> nn.Module:
     try:
         from diffusers import AutoencoderKL
     except ImportError as error:
@@ -254,4 +255,5 @@ def _from_diffusers(path: str) -> nn.Module:
             f"autoencoder={path} is one of diffusers, which is not installed: pip install 'diffusers>=0.36', or from a "
             "checkout pip install -e '.[diffusers]'."
         ) from error
-    return AutoencoderKL.from_pretrained(path, local_files_only=True)
+    options = {"torch_dtype": dtype, "low_cpu_mem_usage": False}  # the default warns if accelerate is not installed
+    return AutoencoderKL.from_pretrained(path, local_files_only=True, **options)

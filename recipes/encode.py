@@ -26,7 +26,7 @@ from recipes import command_line
 from recipes.autoencoder import FrozenAutoencoder, fingerprint, write_atomically
 from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.data import DataModule
-from recipes.latents import MANIFEST, Manifest, Shard, Source, read_manifest
+from recipes.latents import MANIFEST, LatentsDataModule, Manifest, Shard, Source, read_manifest
 from recipes.loading import Loader
 
 NOT_OF_IMAGES = ("seed", "batch_size", "num_workers", "download", "flip")
@@ -56,7 +56,7 @@ def encode(config: dict[str, Any]) -> Path:
     device = torch.device(config["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
     autoencoder = FrozenAutoencoder(path, config["dtype"]).to(device)
     data = build(config, "data")
-    if not hasattr(data, "load") or hasattr(data, "manifest"):
+    if isinstance(data, LatentsDataModule):
         raise ConfigError(f"data={config['data']['_target_']} has no images to encode. Choose other data.")
     data.setup()
     source = describe(data, autoencoder, device, config)

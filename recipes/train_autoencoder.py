@@ -147,6 +147,7 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
         )
     L.seed_everything(config["seed"], workers=True)
     data = build(config, "data")
+    data.setup("fit")
     net = build(config, "model")
     if not isinstance(net, Autoencoder):
         raise ConfigError(f"model={type(net).__name__} is no autoencoder. Write model._target_=recipes.autoencoder....")
