@@ -202,8 +202,8 @@ def read_config(path: str) -> dict[str, Any]:
     """
     directory = Path(path)
     remedy = (
-        "Train one: python -m recipes.train_autoencoder. Or fetch one of diffusers' AutoencoderKL yourself, with "
-        "huggingface-cli download NAME --local-dir DIRECTORY, and give DIRECTORY: nothing is downloaded here."
+        "Train one: python -m recipes.train_autoencoder. Or fetch one of diffusers' AutoencoderKL yourself, by "
+        "hf download NAME --local-dir DIRECTORY, and give DIRECTORY: nothing is downloaded here."
     )
     if not directory.is_dir():
         raise ConfigError(f"autoencoder={path}: there is no directory {directory.absolute()}. {remedy}")

@@ -83,8 +83,9 @@ class SmallImagesDataModule(DataModule):
         try:
             return self.source(self.directory, train=train, download=True)
         except Exception as error:
+            reason = " ".join(str(error).split())
             raise ConfigError(
-                f"data.download=true: {name} could not be fetched ({error}). Where this machine has no network, copy "
+                f"data.download=true: {name} could not be fetched ({reason}). Where this machine has no network, copy "
                 f"the files to {where} from one that has."
             ) from error
 
