@@ -8,6 +8,7 @@ precision plugin never sees it, and it computes in a dtype of its own, since man
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,7 @@ class Autoencoder(nn.Module):
             "scaling_factor": scaling_factor,
         }
         first, last = block_out_channels[0], block_out_channels[-1]
-        steps = list(zip(block_out_channels, block_out_channels[1:], strict=False))
+        steps = list(itertools.pairwise(block_out_channels))
         down: list[nn.Module] = [nn.Conv2d(in_channels, first, 3, padding=1)]
         for here, below in steps:
             down += [ResidualBlock(here, here, norm_num_groups), nn.Conv2d(here, below, 3, stride=2, padding=1)]

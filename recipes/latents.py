@@ -198,10 +198,8 @@ class LatentsDataModule(DataModule):
         num_workers: See `recipes.data.DataModule`. Default: up to 4, but no more than there are CPUs.
 
     Example:
-        >>> LatentsDataModule("nowhere").image_shape
-        Traceback (most recent call last):
-            ...
-        recipes.config.ConfigError: data.directory=nowhere: there is no cache of latents...
+        >>> LatentsDataModule("outputs/digits_latents", batch_size=256).micro_batch(processes=8, accumulated=1)
+        32
     """
 
     train: Latents

@@ -267,7 +267,7 @@ def test_folders_that_hold_nothing_are_refused(tmp_path: Path, name: str) -> Non
     for message in messages:
         with pytest.raises(ConfigError, match=message):
             kind(str(tmp_path / name), image_size=8).setup()
-    with pytest.raises(ConfigError, match="data.directory is missing"):
+    with pytest.raises(ConfigError, match=r"data.directory is missing"):
         kind(None, image_size=8).setup()
 
 
@@ -471,7 +471,7 @@ def test_shards_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         shards = name if ":" in name else str(tmp_path / name)
         with pytest.raises(ConfigError, match=message):
             WebDatasetDataModule(shards, image_size=8).setup()
-    with pytest.raises(ConfigError, match="data.shards is missing. Write data.shards=PATH"):
+    with pytest.raises(ConfigError, match=r"data.shards is missing. Write data.shards=PATH"):
         WebDatasetDataModule(None, image_size=8).setup()
     with pytest.raises(ConfigError, match=r"00003: its .cls is '3', no label from 0 to 2"):
         WebDatasetDataModule(str(tmp_path / "s-00.tar"), image_size=8, num_classes=3).setup()
@@ -611,15 +611,17 @@ def test_missing_data_name_their_remedy(
     assert not [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("events.out.*")]
 
 
+SMALL = ["data.image_size=8", "model.in_channels=3"]
+SEVEN = ["data.num_classes=7", "model.num_classes=7"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["experiment=mnist_unet", "data.directory={mnist}"],
-        ["data=image_folder", "data.directory={folders}", "data.image_size=8", "model.in_channels=3"]
-        + ["model.num_classes=2"],
-        ["data=webdataset", "data.shards={shards}", "data.image_size=8", "model.in_channels=3"]
-        + ["data.num_classes=7", "model.num_classes=7", "trainer=cpu_ranks"],
-        ["data=synthetic", "data.image_size=8", "model.in_channels=3"],
+        ["data=image_folder", "data.directory={folders}", *SMALL, "model.num_classes=2"],
+        ["data=webdataset", "data.shards={shards}", *SMALL, *SEVEN, "trainer=cpu_ranks"],
+        ["data=synthetic", *SMALL],
     ],
     ids=["mnist", "image_folder", "webdataset_on_two_ranks", "synthetic"],
 )

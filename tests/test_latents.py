@@ -140,7 +140,7 @@ def test_what_is_no_autoencoder_is_refused(tmp_path: Path, content: dict[str, st
         path.mkdir()
     with pytest.raises(ConfigError, match=message):
         FrozenAutoencoder(str(path))
-    with pytest.raises(ConfigError, match="dtype=fp8 of the autoencoder is unknown. Choices: fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match=r"dtype=fp8 of the autoencoder is unknown. Choices: fp32, bf16, fp16"):
         FrozenAutoencoder(str(path), "fp8")
 
 
@@ -213,7 +213,7 @@ def test_an_interrupted_encoding_does_not_look_complete_and_is_finished_exactly(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (output / "val-00000.safetensors").is_file()
-    with pytest.raises(ConfigError, match="the encoding was interrupted.*Finish it by the command that began it"):
+    with pytest.raises(ConfigError, match=r"the encoding was interrupted.*Finish it by the command that began it"):
         LatentsDataModule(str(output)).setup()
     # Neither by another autoencoder, nor with other shards.
     own(tmp_path / "other", seed=1)
@@ -238,7 +238,7 @@ def test_a_cache_of_another_autoencoder_is_refused(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other = own(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match="is not the autoencoder that made .*Give that one, or encode again"):
+    with pytest.raises(ConfigError, match=r"is not the autoencoder that made .*Give that one, or encode again"):
         LatentsDataModule(str(cache), autoencoder=str(other)).setup()
     assert run_encode(monkeypatch, autoencoder=other, output=cache, shard_size=500, flip="true") == 2
     assert "holds other latents: fingerprint" in capfd.readouterr().err
