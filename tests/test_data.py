@@ -536,14 +536,16 @@ def test_resuming_with_workers_and_flips_is_exact(
     assert Image.open(path).size == (32, 32 * 2 + 2)
 
 
-def test_a_corrupt_image_ends_the_run_with_its_name(photos: Path, tmp_path: Path) -> None:
-    """As a user sees it, from a worker process."""
+def test_a_corrupt_image_ends_the_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Read by a worker process."""
     root = folder(tmp_path / "photos", {"some": 30})
     (root / "some" / "013.png").write_bytes((root / "some" / "013.png").read_bytes()[:50])
-    common = ["recipes.train", *SHORT, *PHOTOS, f"data.directory={root}", "trainer.max_steps=2"]
-    done = recipe(*common, "data.batch_size=28", "data.num_workers=2", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    message = done.stderr[done.stderr.index("error: ") :]
+    arguments = [f"data.directory={root}", "trainer.max_steps=2", "data.batch_size=28", "data.num_workers=2"]
+    assert cli(monkeypatch, *SHORT, *PHOTOS, *arguments, f"hydra.run.dir={tmp_path}/run") == 2
+    message = capfd.readouterr().err
+    message = message[message.index("error: ") :]
     assert message.startswith(f"error: {root}/some/013.png cannot be read as an image: ")
     assert "Traceback" not in message
 
@@ -620,7 +622,9 @@ SEVEN = ["data.num_classes=7", "model.num_classes=7"]
     [
         ["experiment=mnist_unet", "data.directory={mnist}"],
         ["data=image_folder", "data.directory={folders}", *SMALL, "model.num_classes=2"],
-        ["data=webdataset", "data.shards={shards}", *SMALL, *SEVEN, "trainer=cpu_ranks"],
+        pytest.param(
+            ["data=webdataset", "data.shards={shards}", *SMALL, *SEVEN, "trainer=cpu_ranks"], marks=pytest.mark.slow
+        ),
         ["data=synthetic", *SMALL],
     ],
     ids=["mnist", "image_folder", "webdataset_on_two_ranks", "synthetic"],
