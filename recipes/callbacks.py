@@ -23,9 +23,9 @@ from omegaconf import OmegaConf
 from lightning_mixprec import MasterWeightAveraging
 from lightning_mixprec.sharding import is_sharded
 from recipes.config import flatten
-from recipes.data import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.images import count_non_finite, image_grid, save_png
+from recipes.loading import Batch
 from recipes.sampler import Sampler, draw_samples
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -69,6 +69,7 @@ class SampleGrid(L.Callback):
             )
         if not trainer.is_global_zero:
             return
+        samples = trainer.datamodule.to_images(samples)  # type: ignore[attr-defined]
         bad = count_non_finite(samples)
         if bad:
             print(

@@ -1,156 +1,152 @@
-"""The digits data set, and loaders that shard evenly and resume in the middle of an epoch.
+"""What every data module of the recipes is, and the two that need no files: digits and synthetic images.
 
-`DigitsDataModule` serves scikit-learn's 1797 scanned 8x8 digits, which come with the package: nothing is downloaded.
-The sampler and the loader below it know nothing about digits. It leaves out augmentation and worker processes; the data
-set is a tensor in memory.
+Data from files are in `recipes.small_images`, `recipes.image_files`, `recipes.tar_shards` and `recipes.latents`; how
+any of them is sharded and resumed in `recipes.loading`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
 from typing import Any
 
 import lightning as L
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
-from recipes.randomness import SHUFFLE, keyed_generator
-
-Batch = dict[str, Tensor]
-"""`image` (batch, C, H, W) fp32 in [-1, 1]; `label` (batch,) int64; `index` (batch,) int64, the row in its split."""
+from recipes.loading import Batch, Key, Loader, ResumableLoader, ShuffledShard, even_batches
+from recipes.randomness import AUGMENTATION, SYNTHETIC, keyed_generator
 
 
-class LabelledImages(Dataset[Batch]):
-    """Images and labels in memory, with the index of each sample beside it."""
+def from_uint8(image: Tensor) -> Tensor:
+    """Map 0..255 to [-1, 1] in fp32: 0 is -1 and 255 is 1, exactly. The inverse of `recipes.images.to_uint8`.
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
+    Args:
+        image: uint8, any shape.
+
+    Example:
+        >>> from_uint8(torch.tensor([0, 255], dtype=torch.uint8))
+        tensor([-1.,  1.])
+    """
+    return image.float() / 127.5 - 1
+
+
+class Images(Dataset[Batch]):
+    """Labelled images by row. In training, flips are a function of (seed, epoch, row).
+
+    Args:
+        flip: Mirror left and right with probability 1/2, in training alone.
+        seed: Decides which.
+    """
+
+    def __init__(self, flip: bool = False, seed: int = 0) -> None:
+        self.flip = flip
+        self.seed = seed
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, row: int) -> tuple[Tensor, int]:
+        """Image `(C, H, W)`, uint8 or in [-1, 1] in fp32, and label."""
+
+    def name(self, row: int) -> str:
+        """What an error calls this image."""
+        return f"image {row}"
+
+    def __getitem__(self, key: Key) -> Batch:
+        epoch, row = key if isinstance(key, tuple) else (None, key)
+        image, label = self.read(row)
+        if self.flip and epoch is not None:
+            generator = keyed_generator(AUGMENTATION, self.seed, epoch, row)
+            if torch.randint(2, (), generator=generator):
+                image = image.flip(2)
+        if image.dtype == torch.uint8:
+            image = from_uint8(image)
+        return {"image": image, "label": torch.tensor(label), "index": torch.tensor(row)}
+
+
+class LabelledImages(Images):
+    """Images and labels in memory.
+
+    Args:
+        images: `(rows, C, H, W)`, uint8 or in [-1, 1] in fp32.
+        labels: `(rows,)`, int64.
+        flip: See `Images`.
+        seed: See `Images`.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, flip: bool = False, seed: int = 0) -> None:
+        super().__init__(flip, seed)
         self.images = images
         self.labels = labels
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Batch:
-        return {"image": self.images[index], "label": self.labels[index], "index": torch.tensor(index)}
+    def read(self, row: int) -> tuple[Tensor, int]:
+        """See `Images.read`."""
+        return self.images[row], int(self.labels[row])
 
 
-class ShuffledShard(Sampler[int]):
-    """This rank's share of a permutation that depends on (seed, epoch) alone.
-
-    Every rank gets the same number of samples, a multiple of what it takes in one optimizer step: the others are
-    dropped, other ones in each epoch. Ranks never disagree on how many batches an epoch has, which would hang the
-    slower ones, and step n of an epoch sees the same samples however many ranks share them.
-
-    Args:
-        length: Samples in the data set.
-        rank: This process.
-        world_size: Number of processes.
-        seed: Same on all ranks.
-        per_step: Samples that one rank takes in one optimizer step.
-
-    Example:
-        >>> sorted([*ShuffledShard(4, rank=0, world_size=2, seed=0), *ShuffledShard(4, rank=1, world_size=2, seed=0)])
-        [0, 1, 2, 3]
-    """
-
-    def __init__(self, length: int, rank: int, world_size: int, seed: int, per_step: int = 1) -> None:
-        self.length = length
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.per_step = per_step
-        self.epoch = 0
-        self.resume_epoch, self.resume_at = 0, 0  # in this epoch, start at this sample of the shard
-
-    def __len__(self) -> int:
-        return self.length // self.world_size // self.per_step * self.per_step
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; Lightning calls this before every epoch."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.length, generator=keyed_generator(SHUFFLE, self.seed, self.epoch))
-        shard = order[self.rank :: self.world_size][: len(self)]
-        yield from shard[self.resume_at if self.epoch == self.resume_epoch else 0 :].tolist()
-
-
-class ResumableLoader(DataLoader[Batch]):
-    """A DataLoader over a `ShuffledShard` that knows how many batches of the epoch it has handed out.
-
-    Lightning saves and restores `state_dict` with every checkpoint, so that a run resumed in the middle of an epoch
-    goes on with the batches that it has not seen. The length stays that of a full epoch.
-    """
-
-    def __init__(self, dataset: Dataset[Batch], sampler: ShuffledShard, batch_size: int) -> None:
-        super().__init__(dataset, batch_size=batch_size, sampler=sampler, drop_last=True)
-        self.shard = sampler
-        self.handed_out = 0  # batches of the current epoch, those before a resume included
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        at_resume = self.shard.epoch == self.shard.resume_epoch
-        self.handed_out = self.shard.resume_at // int(self.batch_size or 1) if at_resume else 0
-        for batch in super().__iter__():
-            self.handed_out += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """`epoch`: which permutation; `batches`: how many of its batches were handed out."""
-        return {"epoch": self.shard.epoch, "batches": self.handed_out}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the batches that the saved run had seen."""
-        self.shard.set_epoch(state["epoch"])
-        self.shard.resume_epoch = state["epoch"]
-        self.shard.resume_at = state["batches"] * int(self.batch_size or 1)
-        self.handed_out = state["batches"]
-
-
-class DigitsDataModule(L.LightningDataModule):
-    """scikit-learn's handwritten digits, scaled from 0..16 to [-1, 1] in fp32.
-
-    One fixed split for all seeds: every fifth image validates (360), the rest trains (1437).
+class DataModule(L.LightningDataModule):
+    """Batches of images for a number of processes; subclasses say which images.
 
     Args:
         batch_size: Samples per optimizer step, of all processes and accumulated batches together.
-        seed: Decides the order of the training samples.
+        seed: Decides the order of the training samples and how they vary.
+        num_workers: Processes of each rank that read; 0: the training process itself. Batches do not depend on it.
 
-    Example:
-        >>> data = DigitsDataModule(batch_size=128)
-        >>> data.setup()
-        >>> len(data.train), len(data.val), data.steps_per_epoch, data.micro_batch(processes=2, accumulated=2)
-        (1437, 360, 11, 32)
+    Attributes:
+        train: Training samples, after `setup`.
+        val: Validation samples, after `setup`; the same for all seeds.
     """
 
-    image_shape = (1, 8, 8)
-    num_classes = 10
+    train: Dataset[Batch]
+    val: Dataset[Batch]
 
-    def __init__(self, batch_size: int = 128, seed: int = 0) -> None:
+    def __init__(self, batch_size: int = 128, seed: int = 0, num_workers: int = 0) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1.")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers} must be at least 0.")
         self.batch_size = batch_size
         self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    @abstractmethod
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of what the network sees."""
+
+    @property
+    @abstractmethod
+    def num_classes(self) -> int:
+        """Labels are 0 to this, without it; 0 where the data have no labels, and the network's "no label" is 0 then."""
+
+    @abstractmethod
+    def load(self) -> tuple[Dataset[Batch], Dataset[Batch]]:
+        """Training and validation samples, the same on every rank.
+
+        Raises:
+            ConfigError: If they are missing, with the path or command that they need.
+        """
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split; the same on every rank."""
-        digits: Any = load_digits()
-        images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1  # (1797, 1, 8, 8), 0..16 -> [-1, 1] exactly
-        labels = torch.from_numpy(digits.target).long()
-        held_out = torch.arange(len(images)) % 5 == 0
-        self.train = LabelledImages(images[~held_out], labels[~held_out])
-        self.val = LabelledImages(images[held_out], labels[held_out])
+        """Load, once."""
+        if not hasattr(self, "train"):
+            self.train, self.val = self.load()
 
     def to_images(self, samples: Tensor) -> Tensor:
-        """Images `(batch, channels, height, width)` in [-1, 1] of what a network trained on these data has drawn."""
+        """Images `(batch, 1 or 3, height, width)` in [-1, 1] of what a network trained on these data has drawn."""
         return samples
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch, the same for any number of processes and accumulated batches."""
-        return len(self.train) // self.batch_size
+        return len(self.train) // self.batch_size  # type: ignore[arg-type]
 
     def micro_batch(self, processes: int, accumulated: int) -> int:
         """Samples of one process in one training batch.
@@ -183,38 +179,141 @@ class DigitsDataModule(L.LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Shuffled batches of this rank's share."""
         rank, ranks, size = self._place()
-        shard = ShuffledShard(len(self.train), rank, ranks, self.seed, per_step=self.batch_size // ranks)
-        return ResumableLoader(self.train, shard, batch_size=size)
+        rows = len(self.train)  # type: ignore[arg-type]
+        shard = ShuffledShard(rows, rank, ranks, self.seed, per_step=self.batch_size // ranks)
+        return ResumableLoader(self.train, shard, size, self.num_workers)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> Loader:
         """Every validation sample on exactly one rank, in batches of nearly equal size.
 
         Nothing is padded, so that the mean over the set can be exact. All ranks have the same number of batches,
         because under FSDP2 they meet in every layer.
         """
         rank, ranks, size = self._place()
-        return DataLoader(self.val, batch_sampler=even_batches(len(self.val), rank, ranks, size))
+        batches = even_batches(len(self.val), rank, ranks, size)  # type: ignore[arg-type]
+        return Loader(self.val, self.num_workers, batch_sampler=batches)
 
 
-def even_batches(length: int, rank: int, ranks: int, size: int) -> list[list[int]]:
-    """This rank's indices in batches: as many as on all other ranks, and each sample in one batch of one rank.
+class DigitsDataModule(DataModule):
+    """scikit-learn's 1797 handwritten digits of 8x8 pixels, scaled from 0..16 to [-1, 1]; nothing is downloaded.
+
+    Every fifth image validates (360), the rest trains (1437).
 
     Args:
-        length: Samples in the data set.
-        rank: This process.
-        ranks: Number of processes.
-        size: Of the largest batch; a batch of 2 where 1 would leave a rank with an empty one.
-
-    Raises:
-        ValueError: If there are more ranks than samples.
+        batch_size: See `DataModule`.
+        seed: See `DataModule`.
 
     Example:
-        >>> [even_batches(7, rank, 2, size=2) for rank in range(2)]
-        [[[0, 4], [2, 6]], [[1, 5], [3]]]
+        >>> data = DigitsDataModule(batch_size=128)
+        >>> data.setup()
+        >>> len(data.train), len(data.val), data.steps_per_epoch, data.micro_batch(processes=2, accumulated=2)
+        (1437, 360, 11, 32)
     """
-    if length < ranks:
-        raise ValueError(f"{length} samples cannot be shared by {ranks} processes. Take at most {length} processes.")
-    largest = -(-length // ranks)
-    batches = min(-(-largest // size), length // ranks)
-    mine = range(rank, length, ranks)
-    return [list(mine[start::batches]) for start in range(batches)]
+
+    image_shape = (1, 8, 8)
+    num_classes = 10
+    train: LabelledImages
+    val: LabelledImages
+
+    def __init__(self, batch_size: int = 128, seed: int = 0) -> None:
+        super().__init__(batch_size, seed)  # a tensor in memory: workers would only slow it down
+
+    def load(self) -> tuple[LabelledImages, LabelledImages]:
+        """See `DataModule.load`."""
+        digits: Any = load_digits()
+        images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1  # (1797, 1, 8, 8), 0..16 -> [-1, 1] exactly
+        labels = torch.from_numpy(digits.target).long()
+        trains, validates = held_out(len(images), every=5)
+        return LabelledImages(images[trains], labels[trains]), LabelledImages(images[validates], labels[validates])
+
+
+def held_out(rows: int, every: int) -> tuple[Tensor, Tensor]:
+    """Rows that train and rows that validate, for data that come without a split: every n-th validates.
+
+    Args:
+        rows: In an order that does not depend on the seed.
+        every: At least 2.
+
+    Example:
+        >>> held_out(5, every=2)
+        (tensor([1, 3]), tensor([0, 2, 4]))
+    """
+    if every < 2:
+        raise ValueError(f"val_every={every} must be at least 2: every row would validate and none train.")
+    validates = torch.arange(rows) % every == 0
+    return (~validates).nonzero().flatten(), validates.nonzero().flatten()
+
+
+class SyntheticDataModule(DataModule):
+    """Noise in place of images, to measure speed without a disk: 64 different ones in memory, again and again.
+
+    Args:
+        image_size: Height and width.
+        channels: Of an image; or of latents, of which the first three are shown as colours.
+        num_classes: Labels; 0 for none.
+        length: Training samples; a tenth as many validate, at least one for each of 64 processes.
+        batch_size: See `DataModule`.
+        seed: See `DataModule`.
+        num_workers: See `DataModule`.
+
+    Example:
+        >>> data = SyntheticDataModule(image_size=4, channels=3, length=1000)
+        >>> data.setup()
+        >>> data.train[999]["image"].shape, len(data.val)
+        (torch.Size([3, 4, 4]), 100)
+    """
+
+    image_shape = (0, 0, 0)  # of each instance
+    num_classes = 0
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        channels: int = 3,
+        num_classes: int = 10,
+        length: int = 10_000,
+        batch_size: int = 128,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers)
+        for name, value, least in (
+            ("image_size", image_size, 1),
+            ("channels", channels, 1),
+            ("num_classes", num_classes, 0),
+            ("length", length, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        self.image_shape = (channels, image_size, image_size)
+        self.num_classes = num_classes
+        self.length = length
+
+    def load(self) -> tuple[SyntheticImages, SyntheticImages]:
+        """See `DataModule.load`."""
+        pool = torch.rand((64, *self.image_shape), generator=keyed_generator(SYNTHETIC)) * 2 - 1
+        train, val = (
+            SyntheticImages(pool, self.num_classes, rows) for rows in (self.length, max(64, self.length // 10))
+        )
+        return train, val
+
+    def to_images(self, samples: Tensor) -> Tensor:
+        """The first one or three channels."""
+        return samples[:, : 3 if samples.shape[1] >= 3 else 1]
+
+
+class SyntheticImages(Images):
+    """`rows` samples that share the images of a pool, `(images, C, H, W)` in [-1, 1]."""
+
+    def __init__(self, pool: Tensor, num_classes: int, rows: int) -> None:
+        super().__init__()
+        self.pool = pool
+        self.num_classes = num_classes
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def read(self, row: int) -> tuple[Tensor, int]:
+        """See `Images.read`."""
+        return self.pool[row % len(self.pool)], row % max(self.num_classes, 1)

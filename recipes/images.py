@@ -40,13 +40,13 @@ def count_non_finite(images: Tensor) -> int:
     return int((~images.isfinite()).flatten(1).any(dim=1).sum())
 
 
-def image_grid(images: Tensor, columns: int, zoom: int = 4, gap: int = 2) -> Tensor:
+def image_grid(images: Tensor, columns: int, zoom: int | None = None, gap: int = 2) -> Tensor:
     """Lay images out in rows, enlarged without interpolation, non-finite pixels in red.
 
     Args:
         images: `(batch, 1 or 3, H, W)` in [-1, 1], any float dtype, on any device.
         columns: Images per row.
-        zoom: Each pixel becomes zoom x zoom.
+        zoom: Each pixel becomes zoom x zoom. Default: small images grow to about 32 pixels, larger ones stay.
         gap: Pixels of mid-grey between images.
 
     Returns:
@@ -59,6 +59,7 @@ def image_grid(images: Tensor, columns: int, zoom: int = 4, gap: int = 2) -> Ten
     if images.shape[1] not in (1, 3):
         raise ValueError(f"image_grid draws 1 or 3 channels, got images of shape {tuple(images.shape)}.")
     images = images.detach().cpu()
+    zoom = zoom or max(1, 32 // images.shape[2])
     bad = ~images.isfinite().all(dim=1, keepdim=True)  # (batch, 1, H, W)
     colour = torch.tensor(NON_FINITE_COLOUR, dtype=torch.uint8).reshape(1, 3, 1, 1)
     tiles = torch.where(bad, colour, to_uint8(images).expand(-1, 3, -1, -1))

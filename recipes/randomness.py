@@ -2,7 +2,7 @@
 
 Training noise is a function of (seed, rank, epoch, batch), validation noise of the sample's index. So a resumed run, a
 rerun, another batch size in validation or another number of ranks sees the numbers that it should, and no state has to
-be saved. It leaves out data order, which `recipes.data` derives from (seed, epoch) in the same way.
+be saved. It leaves out data order, which `recipes.loading` derives from (seed, epoch) in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 TRAINING, VALIDATION, SHUFFLE, SAMPLES = range(4)
+AUGMENTATION, POSTERIOR, SYNTHETIC = range(10, 13)  # of data: flips, draws of latents, images without a source
 """First part of every key: streams for different purposes never share numbers."""
 
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill the unit interval most evenly

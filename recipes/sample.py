@@ -46,6 +46,7 @@ def sample(config: dict[str, Any]) -> None:
     with refusals(config, "sampler"):
         sampler.check(objective)
     samples = draw_samples(net, objective, sampler, data.image_shape, per_class, guidance, seed)
+    samples = data.to_images(samples)
     name = f"{path.stem}_{config['weights']}_guidance{guidance:g}_seed{seed}.png"
     output = Path(to_absolute_path(config["output"])) if config["output"] else path.parent.parent / "samples" / name
     save_png(image_grid(samples, columns=len(samples) // per_class), output)

@@ -244,8 +244,9 @@ def draw_samples(
     per_class: int = 8,
     guidance: float = 1.0,
     seed: int = 0,
+    classes: int = 10,
 ) -> Tensor:
-    """Sample every class from the network as it stands.
+    """Sample the first classes from the network as it stands.
 
     Args:
         net: Called directly, so no collective runs and one rank may sample alone. Has `null_label`.
@@ -255,13 +256,14 @@ def draw_samples(
         per_class: Images of each class.
         guidance: See `guided`.
         seed: The starting noise is drawn on the CPU, so it is the same on every device.
+        classes: At most so many; a network without classes is sampled without a label, `per_class` times.
 
     Returns:
         `(per_class * classes, C, H, W)` in fp32; image i has class i modulo the number of classes.
     """
     device = next(net.parameters()).device
     null_label = int(net.null_label)  # type: ignore[arg-type]
-    labels = torch.arange(null_label, device=device).repeat(per_class)
+    labels = torch.arange(min(max(null_label, 1), classes), device=device).repeat(per_class)  # 0 is null_label at 0
     noise = torch.randn((len(labels), *image_shape), generator=keyed_generator(SAMPLES, seed)).to(device)
     was_training = net.training
     net.eval()

@@ -73,6 +73,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer:
     L.seed_everything(seed, workers=True)
 
     data = build(config, "data")
+    with refusals(config, "data"):
+        data.setup("fit")  # missing files are found before a network of any size is made
     module = DiffusionModule(
         net=build(config, "model"),
         objective=build(config, "objective"),

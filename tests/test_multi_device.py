@@ -22,7 +22,8 @@ from launch import launch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from test_recipes import ROOT, assert_same, checkpoint, cli, events, scalars
 
-from recipes.data import DigitsDataModule, even_batches
+from recipes.data import DigitsDataModule
+from recipes.loading import even_batches
 from recipes.objective import EDM
 from recipes.randomness import validation_draws
 from recipes.unet import UNet

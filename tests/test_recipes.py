@@ -26,9 +26,10 @@ from torch import Tensor
 
 from recipes import command_line, sample, train
 from recipes.config import check_targets
-from recipes.data import DigitsDataModule, LabelledImages, ResumableLoader, ShuffledShard
+from recipes.data import DigitsDataModule, LabelledImages
 from recipes.diffusion import DiffusionModule
 from recipes.images import NON_FINITE_COLOUR, count_non_finite, image_grid, to_uint8
+from recipes.loading import ResumableLoader, ShuffledShard
 from recipes.objective import EDM, squared_error
 from recipes.randomness import validation_draws
 from recipes.sampler import HeunSampler, draw_samples, guided

@@ -1,0 +1,268 @@
+"""Images from files: a directory per class, or a folder of images without classes.
+
+Every file becomes `channels` channels of 8 bits as a viewer would show them: rotated as the camera noted, transparency
+on white, 16 bits scaled to 8, palettes resolved; resized and cropped to a square. A file that cannot be read ends the
+run with its name. It leaves out archives (`recipes.tar_shards`) and any augmentation but flips.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+from recipes.config import ConfigError
+from recipes.data import DataModule, Images, held_out
+
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode for a number of channels."""
+
+
+def read_image(source: str | bytes, channels: int, image_size: int, name: str) -> Tensor:
+    """Decode, convert, resize and crop one image.
+
+    The shorter side becomes `image_size`, with antialiasing, and what is longer is cut off on both sides. An image that
+    has this size is not touched.
+
+    Args:
+        source: A path, or the contents of a file.
+        channels: 1 or 3.
+        image_size: Height and width of the result.
+        name: For the error.
+
+    Returns:
+        uint8, `(channels, image_size, image_size)`.
+
+    Raises:
+        ConfigError: If it is no image, or broken, or has pixels that are no colours.
+    """
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            image = _eight_bits(ImageOps.exif_transpose(opened))
+            if "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            image = image.convert(MODES[channels])
+            image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BICUBIC)
+            pixels = np.array(image, dtype=np.uint8)
+    except Exception as error:  # Pillow's decoders raise whatever they like
+        raise ConfigError(f"{name} cannot be read as an image: {error}. Replace the file, or remove it.") from error
+    return torch.from_numpy(pixels).reshape(image_size, image_size, channels).permute(2, 0, 1)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey values of 16 bits as 8; Pillow's own conversion would cut them off at 255."""
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, of which nobody knows what is white")
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError("its pixels have 32 bits, of which nobody knows what is white")
+    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))  # 65535 -> 255, rounded
+
+
+class ImageFiles(Images):
+    """Images that are read when they are asked for.
+
+    Args:
+        paths: Of the files.
+        labels: One for each.
+        channels: 1 or 3.
+        image_size: Height and width.
+        flip: See `recipes.data.Images`.
+        seed: See `recipes.data.Images`.
+    """
+
+    def __init__(
+        self, paths: list[str], labels: list[int], channels: int, image_size: int, flip: bool = False, seed: int = 0
+    ) -> None:
+        super().__init__(flip, seed)
+        # Arrays, since workers would copy a list of objects page by page as they count references to them.
+        self.paths = np.array([os.fsencode(path) for path in paths])
+        self.labels = np.array(labels)
+        self.channels = channels
+        self.image_size = image_size
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, row: int) -> str:
+        """The path."""
+        return os.fsdecode(self.paths[row])
+
+    def read(self, row: int) -> tuple[Tensor, int]:
+        """See `recipes.data.Images.read`."""
+        path = self.name(row)
+        return read_image(path, self.channels, self.image_size, path), int(self.labels[row])
+
+
+def workers(num_workers: int | None) -> int:
+    """As many as were asked for; by default up to 4, but no more than there are CPUs for this process."""
+    return min(4, len(os.sched_getaffinity(0))) if num_workers is None else num_workers
+
+
+def check_pixels(image_size: int, channels: int) -> None:
+    """Refuse what is no size of an image, at construction."""
+    if image_size < 1:
+        raise ValueError(f"image_size={image_size} must be at least 1.")
+    if channels not in MODES:
+        raise ValueError(f"channels={channels} must be 1 (grey) or 3 (RGB).")
+
+
+class ImagesDataModule(DataModule):
+    """A folder of images without classes, with all folders below it.
+
+    Hidden files are left out. Labels are 0, which is the network's "no label": choose `model.num_classes=0`.
+
+    Args:
+        directory: The folder.
+        image_size: Height and width to which images are resized and cropped.
+        channels: 1 (grey) or 3 (RGB).
+        flip: Mirror left and right at random, in training.
+        val_every: Every n-th file, by name, validates; the others train.
+        batch_size: See `recipes.data.DataModule`.
+        seed: See `recipes.data.DataModule`.
+        num_workers: See `recipes.data.DataModule`. Default: up to 4, but no more than there are CPUs.
+
+    Example:
+        >>> ImagesDataModule("photos", image_size=64).image_shape
+        (3, 64, 64)
+    """
+
+    image_shape = (0, 0, 0)  # of each instance
+    num_classes = 0
+    train: ImageFiles
+    val: ImageFiles
+    expected = "a folder of images"
+
+    def __init__(
+        self,
+        directory: str | None,
+        image_size: int,
+        channels: int = 3,
+        flip: bool = False,
+        val_every: int = 20,
+        batch_size: int = 128,
+        seed: int = 0,
+        num_workers: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, workers(num_workers))
+        check_pixels(image_size, channels)
+        held_out(0, val_every)
+        self.directory = directory
+        self.image_shape = (channels, image_size, image_size)
+        self.flip = flip
+        self.val_every = val_every
+
+    def load(self) -> tuple[ImageFiles, ImageFiles]:
+        """See `recipes.data.DataModule.load`."""
+        root = self.root()
+        return self._split(self._find(root, {"": 0}), root)
+
+    def root(self) -> Path:
+        """The directory, which must exist."""
+        if self.directory is None:
+            raise ConfigError(f"data.directory is missing. Write data.directory=PATH, {self.expected}.")
+        if not Path(self.directory).is_dir():
+            raise ConfigError(
+                f"data.directory={self.directory}: there is no directory {Path(self.directory).absolute()}. Write "
+                f"data.directory=PATH, {self.expected}."
+            )
+        return Path(self.directory)
+
+    def _find(self, root: Path, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
+        """Path and label of every image below the folders of the classes, by name."""
+        try:
+            return sorted(make_dataset(root, class_to_idx, is_valid_file=_is_image), key=lambda found: found[0])
+        except FileNotFoundError as error:  # a class without images
+            empty = str(error).partition(" for the classes ")[2].partition(".")[0]
+            where = f"{root}, class {empty}" if any(class_to_idx) else f"data.directory={root}"
+            raise ConfigError(
+                f"{where}: no images ({', '.join(e[1:] for e in IMG_EXTENSIONS)}) in it. Write data.directory=PATH, "
+                f"{self.expected}."
+            ) from error
+
+    def _split(self, found: list[tuple[str, int]], root: Path) -> tuple[ImageFiles, ImageFiles]:
+        if len(found) < 2:
+            raise ConfigError(f"data.directory={root}: one image cannot both train and validate. Add images.")
+        trains, validates = held_out(len(found), self.val_every)
+        return self._files([found[row] for row in trains], self.flip), self._files([found[row] for row in validates])
+
+    def _files(self, found: list[tuple[str, int]], flip: bool = False) -> ImageFiles:
+        channels, image_size, _ = self.image_shape
+        paths, labels = [path for path, _ in found], [label for _, label in found]
+        return ImageFiles(paths, labels, channels, image_size, flip, self.seed)
+
+
+class ImageFolderDataModule(ImagesDataModule):
+    """A directory per class, numbered by name, as torchvision's `ImageFolder` has it.
+
+    `train/` and `val/`, each with the same classes, are the split if they are there (ImageNet). Otherwise the classes
+    are directories of `directory` itself, and every n-th image validates.
+
+    Args:
+        directory: See above.
+        image_size: See `ImagesDataModule`.
+        channels: See `ImagesDataModule`.
+        flip: See `ImagesDataModule`.
+        val_every: See `ImagesDataModule`; not used where there is a split.
+        batch_size: See `recipes.data.DataModule`.
+        seed: See `recipes.data.DataModule`.
+        num_workers: See `recipes.data.DataModule`.
+
+    Example:
+        >>> ImageFolderDataModule("imagenet", image_size=64, flip=True).image_shape
+        (3, 64, 64)
+    """
+
+    expected = "a folder with one folder of images per class; or with train/ and val/, and these in both"
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """Directories of the training images."""
+        return len(self._classes(self._training_root()))
+
+    def load(self) -> tuple[ImageFiles, ImageFiles]:
+        """See `recipes.data.DataModule.load`."""
+        root = self._training_root()
+        classes = self._classes(root)
+        found = self._find(root, classes)
+        if root == self.root():
+            return self._split(found, root)
+        val = self.root() / "val"
+        if self._classes(val) != classes:
+            differ = sorted(self._classes(val).keys() ^ classes.keys())
+            raise ConfigError(
+                f"data.directory={self.directory}: train/ and val/ must have the same classes. In one alone: "
+                f"{', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}. Add the folders, or remove them."
+            )
+        return self._files(found, self.flip), self._files(self._find(val, classes))
+
+    def _training_root(self) -> Path:
+        root = self.root()
+        return root / "train" if (root / "train").is_dir() and (root / "val").is_dir() else root
+
+    def _classes(self, root: Path) -> dict[str, int]:
+        try:
+            names = [name for name in find_classes(root)[0] if not name.startswith(".")]
+        except FileNotFoundError:
+            names = []
+        if not names:
+            raise ConfigError(
+                f"data.directory={root}: no folders in it. Write data.directory=PATH, {self.expected}. For images "
+                "without classes write data=images."
+            )
+        return {name: label for label, name in enumerate(names)}
+
+
+def _is_image(path: str) -> bool:
+    """By its name; hidden files (macOS leaves `._name.jpg` beside `name.jpg`) are none."""
+    name = os.path.basename(path)
+    return not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS)
