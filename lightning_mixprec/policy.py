@@ -27,7 +27,8 @@ Entry: TypeAlias = str | type[nn.Module]
 COMPUTE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # What practice keeps in fp32 (ADM, EDM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its
-# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name.
+# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name, and
+# embeddings on a parameter's: DiT's and ViT's `pos_embed` is often one that belongs to the network itself.
 _EMBEDDINGS = (
     "time_embed*",
     "time_mlp",
@@ -38,6 +39,7 @@ _EMBEDDINGS = (
     "y_embed*",
     "sigma_embed*",
     "noise_embed*",
+    "pos_embed*",
     "temb",
     "map_noise",
     "map_label",
@@ -157,9 +159,9 @@ class PrecisionPolicy:
         compute: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         fp32: Entries that compute in fp32, in addition to the defaults.
         fp32_defaults: Keep by default what practice keeps in fp32: parameters and statistics of normalisation
-            layers, embeddings of timestep, noise level and label, and the network's output layer. False drops the
-            embeddings and the output layer; normalisation layers stay as they are, since 16-bit statistics are of no
-            use to anyone.
+            layers, embeddings of timestep, noise level, label and position, and the network's output layer. False
+            drops the embeddings and the output layer; normalisation layers stay as they are, since 16-bit statistics
+            are of no use to anyone.
 
     Raises:
         ValueError: If ``compute`` is unknown or an entry has the wrong form.
@@ -250,6 +252,8 @@ class PrecisionPolicy:
                 wide[id(parameter)] = f"fp32 entry {_show(entry)}"
             elif _is_reparametrised(modules[owner]):
                 wide.setdefault(id(parameter), "default: reparametrised")
+            elif self.fp32_defaults and _is_embedding(full):
+                wide.setdefault(id(parameter), "default: embedding")
             elif decided[owner][0] != "compute":
                 wide.setdefault(id(parameter), f"shared with {owner!r}")
         for full, parameter in model.named_parameters(remove_duplicate=False):
@@ -298,7 +302,7 @@ class PrecisionPolicy:
         if entry is not None:
             return "fp32", f"fp32 entry {_show(entry)}"
         last = name.rpartition(".")[2]
-        if self.fp32_defaults and any(fnmatchcase(last, glob) for glob in _EMBEDDINGS):
+        if self.fp32_defaults and _is_embedding(name):
             return "fp32", "default: embedding"
         # Inside a numbered list the name belongs to a block, and `proj_out` of a block is not the network's output.
         top_level = not any(part.isdigit() for part in name.split("."))
@@ -356,6 +360,11 @@ class PrecisionPolicy:
     def __repr__(self) -> str:
         extra = f", fp32=[{', '.join(map(_show, self.fp32))}]" if self.fp32 else ""
         return f"PrecisionPolicy({self.compute!r}{extra}{'' if self.fp32_defaults else ', fp32_defaults=False'})"
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a module or parameter has the name of an embedding of timestep, noise level, label or position."""
+    return any(fnmatchcase(name.rpartition(".")[2], glob) for glob in _EMBEDDINGS)
 
 
 def _is_norm(module: nn.Module) -> bool:

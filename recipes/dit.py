@@ -197,7 +197,8 @@ class DiT(nn.Module):
         condition = self.time_embedding(sinusoid(noise_level.float() * self.time_scale, TIME_FEATURES))
         condition = condition + self.class_embedding(labels)  # (batch, hidden_size)
 
-        tokens = self.pos_embed(self.patch_embed(x).flatten(2).transpose(1, 2))  # (batch, patches, hidden_size)
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)  # (batch, patches, hidden_size)
+        tokens = self.pos_embed(tokens).to(tokens.dtype)  # an fp32 layer returns fp32, which blocks need not carry
         for block in self.blocks:
             tokens = call(block, tokens, condition, checkpointing=self.checkpointing)
         shift, scale = self.modulation_out(F.silu(condition))[:, None].chunk(2, dim=2)
