@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.sharding import is_sharded, shard_
 from recipes.data import Batch
-from recipes.objective import Objective
+from recipes.denoising import Objective
 from recipes.randomness import TRAINING, keyed_generator, validation_draws
 
 

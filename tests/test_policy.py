@@ -97,7 +97,9 @@ def test_parameters_can_be_named():
     assert plan.kinds["net.proj"] == "compute"
     rows = {line.split()[0]: line for line in str(plan).splitlines()}
     assert rows["net.proj"].endswith("compute; bias in float32, fp32 entry 'proj.bias'")
-    assert rows["(root)"].endswith("compute; pos_embed in float32, default: embedding; gain in float32, fp32 entry 'gain'")
+    assert rows["(root)"].endswith(
+        "compute; pos_embed in float32, default: embedding; gain in float32, fp32 entry 'gain'"
+    )
 
 
 @pytest.mark.parametrize("name", ["pos_embed", "pos_embedding", "class_embedding"])

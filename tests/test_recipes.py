@@ -27,9 +27,10 @@ from torch import Tensor
 from recipes import command_line, sample, train
 from recipes.config import check_targets
 from recipes.data import DigitsDataModule, LabelledImages, ResumableLoader, ShuffledShard
+from recipes.denoising import squared_error
 from recipes.diffusion import DiffusionModule
 from recipes.images import NON_FINITE_COLOUR, count_non_finite, image_grid, to_uint8
-from recipes.objective import EDM, squared_error
+from recipes.objective import EDM
 from recipes.randomness import validation_draws
 from recipes.sampler import HeunSampler, draw_samples, guided
 from recipes.unet import UNet, sinusoid
