@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes import processes
-from recipes.config import ConfigError, collected, fail, resolved
+from recipes.config import ConfigError, collected, fail, quoted, resolved
+from recipes.earlier_runs import interrupted_run
 from recipes.files import Files
 from recipes.signatures import (
     HYDRA_KEYS,
@@ -77,6 +78,7 @@ def checked(argv: list[str], config_name: str) -> list[str]:
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
     extra = [f"hydra.searchpath=[file://{Path(args.config_dir).absolute()}]"] if args.config_dir else []
     problems: list[str] = []
+    shared: list[str] = []
     with initialize_config_dir(str(directory), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         parser = OverridesParser.create(loader)
@@ -97,24 +99,37 @@ def checked(argv: list[str], config_name: str) -> list[str]:
             parsed = [o for o in parsed if not o.is_sweep_override()]
         with collected(problems):
             _check_launcher(parsed, args.multirun, name, extra)
-        shared: list[str] = []
-        with collected(problems):
-            shared = processes.shared_directory([str(o.key_or_group) for o in parsed], args.multirun)
         rewrite: dict[str, str] = {}
         for job in _jobs(parsed):
             with collected(problems):
                 rewrite |= _check_job([(o, parser.parse_override(line)) for o, line in job], Files(loader, name, extra))
+        first = [f"++{line}" if str(o.input_line) in rewrite else line for o, line in _jobs(parsed)[0]]
+        given = [str(o.key_or_group) for o in parsed]
         if not problems:  # what is still wrong, Hydra says now rather than later with a traceback
-            first = [f"++{line}" if str(o.input_line) in rewrite else line for o, line in _jobs(parsed)[0]]
             try:
-                compose(name, overrides=first + extra)
+                config = compose(name, overrides=first + extra, return_hydra_config=True)
             except TROUBLE as error:
                 problems.append(str(error).strip() or type(error).__name__)
+            else:
+                shared = [] if args.multirun else _earlier_run(config, given)
+        with collected(problems):
+            shared += processes.shared_directory([*given, *(line.partition("=")[0] for line in shared)], args.multirun)
     if problems:
         raise ConfigError(*problems)
     # Overrides last: Hydra's parser refuses them on both sides of an option such as -m.
     flags = [a for a in argv if a not in args.overrides]
     return [*flags, *(rewrite.get(line, line) for line in args.overrides), *shared]
+
+
+def _earlier_run(config: DictConfig, given: list[str]) -> list[str]:
+    """For `resume=auto`, the override that goes on in the directory of the interrupted run, if there is one."""
+    if config.get("resume") != "auto" or config.get("dry_run") or "hydra.run.dir" in given:
+        return []
+    runs = Path(config.hydra.run.dir).absolute().parent
+    with open_dict(config):
+        config.pop("hydra")
+    run = interrupted_run(config, runs)
+    return [] if run is None else [f"hydra.run.dir={quoted(run)}"]
 
 
 def _check_launcher(overrides: list[Override], sweep: bool, config_name: str, extra: list[str]) -> None:
