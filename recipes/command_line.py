@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes import processes
 from recipes.config import ConfigError, collected, fail, quoted, resolved
 from recipes.earlier_runs import interrupted_run
+from recipes.experiments import purposes
 from recipes.files import Files
 from recipes.signatures import (
     HYDRA_KEYS,
@@ -52,6 +53,7 @@ def run(task: Callable[[], None], config_name: str) -> None:
 
     `sys.argv` itself is rewritten, because Lightning starts further processes with what stands there.
     """
+    OmegaConf.register_new_resolver("experiments", purposes, replace=True)  # for --help
     try:
         sys.argv[1:] = checked(sys.argv[1:], config_name)
     except ConfigError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -39,6 +40,7 @@ class Files:
         self.config_name = config_name
         _, self.repository = loader._parse_overrides_and_create_caching_repo(config_name, search)
         self._used: list[ResultDefault] = []
+        self.choices: dict[str, str | None] = {}
 
     def options(self, group: str) -> list[str]:
         """Names of a group's files; nothing if there is no such group."""
@@ -104,9 +106,13 @@ class Files:
         return ""
 
     def compose(self, groups: list[Override]) -> DictConfig:
-        """The configuration with these choices, without the broken entries; what it is made of is kept for `origin`."""
+        """The configuration with these choices, without the broken entries.
+
+        What it is made of is kept for `origin`, and which option each group has in `choices`.
+        """
         listed = create_defaults_list(self.repository, self.config_name, groups, prepend_hydra=True, skip_missing=False)
         self._used = listed.defaults
+        self.choices = dict(listed.overrides.known_choices)
         config = self.loader._compose_config_from_defaults_list(listed.defaults, self.repository)
         OmegaConf.set_struct(config, True)
         return config
@@ -133,9 +139,27 @@ class Files:
                 return self.name_of(default.config_path)
         return ""
 
+    def purpose(self, path: str) -> str:
+        """What the first comment of a file says, `# @package` left out."""
+        return first_comment(Path(self._full_name(path)).read_text())
+
     def name_of(self, path: str) -> str:
         """A file's place, relative to where the command was typed if it lies below."""
-        result = self.repository.load_config(path)
-        full = f"{result.path.removeprefix('file://')}/{path}.yaml" if result is not None else f"{path}.yaml"
+        full = self._full_name(path)
         relative = os.path.relpath(full)
         return full if relative.startswith("..") else relative
+
+    def _full_name(self, path: str) -> str:
+        result = self.repository.load_config(path)
+        return f"{result.path.removeprefix('file://')}/{path}.yaml" if result is not None else f"{path}.yaml"
+
+
+def first_comment(text: str) -> str:
+    r"""First comment line of a YAML file that is no directive of Hydra's.
+
+    Example:
+        >>> first_comment("# @package _global_\n# Digits in a minute.\nseed: 0\n")
+        'Digits in a minute.'
+    """
+    comments = [line.lstrip("# ").rstrip() for line in text.splitlines() if line.startswith("#")]
+    return next((comment for comment in comments if not comment.startswith("@")), "")
