@@ -256,8 +256,10 @@ def _check_job(job: list[tuple[Override, Override]], files: Files) -> dict[str, 
 
 def _unknown_options(override: Override, options: list[str]) -> str:
     """What to say of a choice that its group does not have."""
-    if override.is_delete() or (value := override.value()) is None:
+    if override.is_delete():
         return ""
+    if (value := override.value()) is None:
+        return f"{override.input_line}: a group takes the name of an option. Choices: {', '.join(options)}."
     for choice in value if isinstance(value, list) else [value]:
         if str(choice) not in options:
             return (

@@ -111,7 +111,9 @@ def resolved(node: Any, problems: list[Problem], early: bool = False) -> Any:
             problems.append(Problem(where, f"{where} is missing. Write {where}=VALUE."))
             continue
         try:
-            values[key] = resolved(node[key], problems, early)
+            value = node[key]
+            # What is referred to is checked where it stands.
+            values[key] = child._value() if early and child._is_interpolation() else resolved(value, problems, early)
         except InterpolationToMissingValueError:
             values[key] = MISSING  # said where it is missing
         except OmegaConfBaseException as error:

@@ -51,16 +51,16 @@ class Files:
         result = self.repository.load_config(path)
         return None if result is None else result.config
 
-    def drop_broken_entries(self, path: str, seen: set[str] | None = None) -> list[Problem]:
+    def drop_broken_entries(self, path: str, above: tuple[str, ...] = ()) -> list[Problem]:
         """Leave out, here and in the files this one is made of, what names no group or no option; say which.
+
+        Args:
+            path: Such as `experiment/digits_unet`.
+            above: Files on the way to this one, for a file that is made of itself.
 
         Raises:
             ValueError: If a file is no YAML.
         """
-        seen = set() if seen is None else seen
-        if path in seen:
-            return []
-        seen.add(path)
         try:
             result = self.repository.load_config(path)
         except YAMLError as error:
@@ -75,9 +75,15 @@ class Files:
             if text := self._leads_nowhere(placed):
                 problems.append(Problem("", f"{self.name_of(path)}: {text}"))
                 continue
+            follow = not entry.is_self() and (isinstance(placed, ConfigDefault) or isinstance(placed.value, str))
+            below = placed.get_config_path() if follow else ""
+            if below in (path, *above):
+                text = f"{self.name_of(path)}: defaults has '{below}', which is made of this file itself."
+                problems.append(Problem("", text))
+                continue
             good.append(entry)
-            if not entry.is_self() and not (isinstance(placed, GroupDefault) and not isinstance(placed.value, str)):
-                problems += self.drop_broken_entries(placed.get_config_path(), seen)
+            if below:
+                problems += self.drop_broken_entries(below, (*above, path))
         result.defaults_list = good
         return problems
 
@@ -120,11 +126,8 @@ class Files:
     def top_level(self) -> set[str]:
         """Keys that the primary file has, and the places of its groups; an experiment has no place of its own."""
         keys = {str(key) for key in self.read(self.config_name)} - {"defaults"}
-        return keys | {
-            default.package.split(".")[0]
-            for default in self._used
-            if default.parent == self.config_name and default.package
-        }
+        parts = [d.package for d in self._used if d.parent == self.config_name and d.package]
+        return keys | {part.split(".")[0] for part in parts} - {"experiment"}
 
     def origin(self, key: str) -> str:
         """The file in which a key was written last, or nothing."""
