@@ -65,7 +65,7 @@ def experiments(config_dir: str | None = None) -> list[Experiment]:
         parser = OverridesParser.create()
         for name in files.options("experiment"):
             files.drop_broken_entries(f"experiment/{name}")  # training says what is wrong with them
-            config: Any = resolved(files.compose(parser.parse_overrides([f"experiment={name}"])), [], early=True)
+            config: Any = resolved(files.compose(parser.parse_overrides([f"experiment={name}"])), [])
             data, model, objective = (str(files.choices[group]) for group in ("data", "model", "objective"))
             purpose = files.purpose(f"experiment/{name}")
             found.append(Experiment(name, purpose, data, model, objective, _parameters(config)))

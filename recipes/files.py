@@ -75,8 +75,9 @@ class Files:
             if text := self._leads_nowhere(placed):
                 problems.append(Problem("", f"{self.name_of(path)}: {text}"))
                 continue
-            follow = not entry.is_self() and (isinstance(placed, ConfigDefault) or isinstance(placed.value, str))
-            below = placed.get_config_path() if follow else ""
+            named = isinstance(placed, GroupDefault) and isinstance(placed.value, str)
+            named = named or isinstance(placed, ConfigDefault)
+            below = placed.get_config_path() if named and not placed.is_self() else ""
             if below in (path, *above):
                 text = f"{self.name_of(path)}: defaults has '{below}', which is made of this file itself."
                 problems.append(Problem("", text))
