@@ -247,7 +247,9 @@ def _check_job(job: list[tuple[Override, Override]], files: Files) -> dict[str, 
     for problem in [*problems_in(config), *(p for p in found if not p.key.startswith("hydra."))]:
         if problem.key not in said:
             from_line = any(f"{problem.key}.".startswith(f"{key}.") for key in typed)
-            problems.append(problem.text + ("" if from_line else _stands_in(files, problem.key)))
+            place = "" if from_line else _stands_in(files, problem.key)
+            leave_out = f" To leave it out: ~{problem.key}." if place and problem.text.startswith("unknown") else ""
+            problems.append(problem.text + place + leave_out)
         said.add(problem.key)
     if problems:
         raise ConfigError(*problems)

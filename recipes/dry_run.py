@@ -114,8 +114,9 @@ def without_devices(config: dict[str, Any]) -> None:
     problems: list[str] = []
     parts: dict[str, Any] = {}
     with torch.device("meta"), collected(problems):
-        parts = build_all(config, ("data", "model", "objective", "sampler", "precision", "strategy"))
-    parts |= build_all(config, ("optimizer", "scheduler")) if not problems else {}
+        parts |= build_all(config, ("model",))
+    with collected(problems):
+        parts |= build_all(config, ("data", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler"))
     settings = config["trainer"]
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}  # the other arguments are those of the run
     with collected(problems):
