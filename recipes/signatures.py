@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -121,7 +120,7 @@ def signature_of(target: str) -> Signature:
         (True, ['numerator', 'denominator'])
     """
     try:
-        constructor = pkgutil.resolve_name(target)
+        constructor = _located(target)
     except Exception as error:  # importing runs arbitrary code
         raise ValueError(f"{target} cannot be imported: {error}{_near_names(target)}") from error
     try:
@@ -138,9 +137,27 @@ def signature_of(target: str) -> Signature:
     )
 
 
+def _located(target: str) -> Any:
+    """The object with a dotted path; what importing its module raises is raised."""
+    found: Any = None
+    parts = target.split(".")
+    for count, part in enumerate(parts, 1):
+        if found is None or (inspect.ismodule(found) and not hasattr(found, part)):
+            path = ".".join(parts[:count])
+            try:
+                found = importlib.import_module(path)
+            except ModuleNotFoundError as error:
+                if error.name != path or found is None:
+                    raise
+                raise AttributeError(f"module {found.__name__!r} has no attribute {part!r}.") from error
+        else:
+            found = getattr(found, part)
+    return found
+
+
 def keywords_of(target: str) -> list[str]:
     """Keywords of a class and of those it is made of, to which it may hand on what it does not know itself."""
-    constructor = pkgutil.resolve_name(target)
+    constructor = _located(target)
     calls: list[Any] = [constructor]
     if inspect.isclass(constructor):
         calls = [vars(base)["__init__"] for base in constructor.__mro__ if "__init__" in vars(base)]
