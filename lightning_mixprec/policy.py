@@ -34,7 +34,8 @@ COMPUTE_DTYPES: dict[str, torch.dtype] = {
 }
 
 # What practice keeps in fp32 (ADM, EDM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its
-# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name.
+# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name, and
+# embeddings on a parameter's: DiT's and ViT's `pos_embed` is often one that belongs to the network itself.
 _EMBEDDINGS = (
     "time_embed*",
     "time_mlp",
@@ -45,6 +46,7 @@ _EMBEDDINGS = (
     "y_embed*",
     "sigma_embed*",
     "noise_embed*",
+    "pos_embed*",
     "temb",
     "map_noise",
     "map_label",
@@ -92,9 +94,9 @@ class PrecisionPolicy:
             multiples of 16. Others stay as they are, and :attr:`PrecisionPlan.fp8_refused` says why. Not for compute
             ``"fp32"``.
         fp32_defaults: Keep by default what practice keeps in fp32: parameters and statistics of normalisation
-            layers, embeddings of timestep, noise level and label, and the network's output layer. False drops the
-            embeddings and the output layer; normalisation layers stay as they are, since 16-bit statistics are of no
-            use to anyone.
+            layers, embeddings of timestep, noise level, label and position, and the network's output layer. False
+            drops the embeddings and the output layer; normalisation layers stay as they are, since 16-bit statistics
+            are of no use to anyone.
         fp8_defaults: Leave out of fp8 what practice leaves out: first and last layers, embeddings, and modulation,
             known by their names; with compute ``"fp8"`` also what comes first and last in the model, where no
             name tells, and frozen layers. An entry that names such a layer, or one around it that is known as such,
@@ -240,6 +242,8 @@ class PrecisionPolicy:
                 wide[id(parameter)] = f"fp32 entry {show(entry)}"
             elif _is_reparametrised(modules[owner]):
                 wide.setdefault(id(parameter), "default: reparametrised")
+            elif self.fp32_defaults and _is_embedding(full):
+                wide.setdefault(id(parameter), "default: embedding")
             elif decided[owner][0] in ("fp32", "norm"):
                 wide.setdefault(id(parameter), f"shared with {owner!r}")
         for full, parameter in model.named_parameters(remove_duplicate=False):
@@ -288,7 +292,7 @@ class PrecisionPolicy:
         if entry is not None:
             return "fp32", f"fp32 entry {show(entry)}"
         last = name.rpartition(".")[2]
-        if self.fp32_defaults and any(fnmatchcase(last, glob) for glob in _EMBEDDINGS):
+        if self.fp32_defaults and _is_embedding(name):
             return "fp32", "default: embedding"
         # Inside a numbered list the name belongs to a block, and `proj_out` of a block is not the network's output.
         top_level = not any(part.isdigit() for part in name.split("."))
@@ -397,6 +401,11 @@ def _entries(which: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
                 f"{which} entry {entry!r} must be a torch.nn.Module class or a name, such as 'conv_out'.{number}"
             )
     return entries
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a module or parameter has the name of an embedding of timestep, noise level, label or position."""
+    return any(fnmatchcase(name.rpartition(".")[2], glob) for glob in _EMBEDDINGS)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -1,15 +1,15 @@
-"""Check the command line before Hydra sees it.
+"""Check the command line, and the files that it chooses, before Hydra sees them.
 
-Hydra itself stops at a misspelt key with advice that misleads (it offers to append the misspelt key) and with exit
-status 1. Here the overrides are parsed and composed with Hydra's own parser first: unknown options and keys are
-answered with the choices, and a constructor argument that the YAML does not list may be set without a prefix.
+Hydra itself stops at the first misspelt key with advice that misleads (it offers to append the misspelt key) and with
+exit status 1, and takes whatever a file under `conf/` says. Here the overrides are parsed with Hydra's own parser and
+the files composed with its loader: everything that names no option, group, key or argument, or has the wrong type, is
+shown in one go with the choices, and a constructor argument that the YAML does not list may be set without a prefix.
 
-It leaves out checks of values: constructors do those (`recipes.config.build`), `recipes.train` those that need data.
+It leaves out what constructors refuse (`recipes.config.build`) and what takes data to tell (`recipes.checks`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import sys
@@ -18,19 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes import processes
-from recipes.config import HYDRA_KEYS, OWNED_BY_GROUPS, ConfigError, did_you_mean, fail, parameters_of, unknown_key
+from recipes.config import ConfigError, collected, fail, quoted, resolved
+from recipes.earlier_runs import interrupted_run
+from recipes.experiments import purposes
+from recipes.files import Files
+from recipes.signatures import (
+    HYDRA_KEYS,
+    OWNED_BY_GROUPS,
+    Problem,
+    did_you_mean,
+    problems_in,
+    signature_of,
+    unknown_key,
+)
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+
+TROUBLE = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, TypeError)
+"""What Hydra and OmegaConf raise for files and overrides that they cannot make one configuration of."""
 
 
 def run(task: Callable[[], None], config_name: str) -> None:
@@ -38,6 +53,7 @@ def run(task: Callable[[], None], config_name: str) -> None:
 
     `sys.argv` itself is rewritten, because Lightning starts further processes with what stands there.
     """
+    OmegaConf.register_new_resolver("experiments", purposes, replace=True)  # for --help
     try:
         sys.argv[1:] = checked(sys.argv[1:], config_name)
     except ConfigError as error:
@@ -53,29 +69,69 @@ def checked(argv: list[str], config_name: str) -> list[str]:
         config_name: Primary configuration, unless `--config-name` names another.
 
     Raises:
-        ConfigError: At the first override that cannot be honoured.
+        ConfigError: With everything that cannot be honoured, in one go.
     """
     args = get_args_parser().parse_intermixed_args(argv)
     if args.help or args.hydra_help or args.shell_completion:
         return argv
+    name = args.config_name or config_name
     directory = Path(args.config_path).absolute() if args.config_path else CONF
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
     extra = [f"hydra.searchpath=[file://{Path(args.config_dir).absolute()}]"] if args.config_dir else []
-    try:
-        with initialize_config_dir(str(directory), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            parsed = OverridesParser.create(loader).parse_overrides(args.overrides)
-            if not args.multirun and (sweep := [o.input_line for o in parsed if o.is_sweep_override()]):
-                raise ConfigError(f"{sweep[0]}: several values need a sweep. Add -m, or quote the value: \"'a,b'\".")
-            _check_launcher(parsed, args.multirun, args.config_name or config_name, extra)
-            shared = processes.shared_directory([str(o.key_or_group) for o in parsed], args.multirun)
-            rewrite: dict[str, str] = {}
-            for job in _jobs(parsed):
-                rewrite |= _check_job(job, args.config_name or config_name, loader, extra)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error).strip()) from error
+    problems: list[str] = []
+    shared: list[str] = []
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        parser = OverridesParser.create(loader)
+        if not loader.repository.config_exists(name):  # type: ignore[attr-defined]
+            raise ConfigError(f"--config-name {name}: there is no file {directory / name}.yaml.")
+        parsed: list[Override] = []
+        for line in args.overrides:
+            try:
+                parsed += parser.parse_overrides([line])
+            except HydraException as error:
+                problems.append(f"{line}: {str(error).strip()}")
+        if not args.multirun:
+            problems += [
+                f"{o.input_line}: several values need a sweep. Add -m, or quote the value: \"'a,b'\"."
+                for o in parsed
+                if o.is_sweep_override()
+            ]
+            parsed = [o for o in parsed if not o.is_sweep_override()]
+        with collected(problems):
+            _check_launcher(parsed, args.multirun, name, extra)
+        rewrite: dict[str, str] = {}
+        for job in _jobs(parsed):
+            with collected(problems):
+                rewrite |= _check_job([(o, parser.parse_override(line)) for o, line in job], Files(loader, name, extra))
+        first = [f"++{line}" if str(o.input_line) in rewrite else line for o, line in _jobs(parsed)[0]]
+        given = [str(o.key_or_group) for o in parsed]
+        if not problems:  # what is still wrong, Hydra says now rather than later with a traceback
+            try:
+                config = compose(name, overrides=first + extra, return_hydra_config=True)
+            except TROUBLE as error:
+                problems.append(str(error).strip() or type(error).__name__)
+            else:
+                shared = [] if args.multirun else _earlier_run(config, given)
+        with collected(problems):
+            shared += processes.shared_directory([*given, *(line.partition("=")[0] for line in shared)], args.multirun)
+    if problems:
+        raise ConfigError(*problems)
     # Overrides last: Hydra's parser refuses them on both sides of an option such as -m.
     flags = [a for a in argv if a not in args.overrides]
     return [*flags, *(rewrite.get(line, line) for line in args.overrides), *shared]
+
+
+def _earlier_run(config: DictConfig, given: list[str]) -> list[str]:
+    """For `resume=auto`, the override that goes on in the directory of the interrupted run, if there is one."""
+    if config.get("resume") != "auto" or config.get("dry_run") or "hydra.run.dir" in given:
+        return []
+    runs = Path(config.hydra.run.dir).absolute().parent
+    with open_dict(config):
+        config.pop("hydra")
+    run = interrupted_run(config, runs)
+    return [] if run is None else [f"hydra.run.dir={quoted(run)}"]
 
 
 def _check_launcher(overrides: list[Override], sweep: bool, config_name: str, extra: list[str]) -> None:
@@ -120,47 +176,111 @@ def _jobs(overrides: list[Override]) -> list[list[tuple[Override, str]]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
-def _check_job(
-    job: list[tuple[Override, str]], config_name: str, loader: ConfigLoader, extra: list[str]
-) -> dict[str, str]:
-    """Check the overrides of one job; return the lines to rewrite, old to new."""
-    groups, values, added = [], [], []
-    for override, line in job:
-        options = loader.get_group_options(override.key_or_group, config_name=config_name, overrides=extra)
-        changes = not (override.is_add() or override.is_delete() or override.is_force_add())
-        if options:
-            chosen = line.partition("=")[2].strip("'\"[]")
-            if not override.is_delete() and not set(chosen.split(",")) <= set(options):
-                raise ConfigError(
-                    f"{line}: there is no {override.key_or_group} '{chosen}'.{did_you_mean(chosen, options)} "
-                    f"Choices: {', '.join(options)}."
-                )
-            groups.append(line)
-        elif not override.key_or_group.startswith(("hydra.", "hydra/")) and override.package is None:
-            if changes:
-                values.append(override)
-            elif not override.is_delete():
-                added.append((override, line))
-    base = compose(config_name, overrides=groups + extra)
-    for override, _ in added:
-        if (key := override.key_or_group.split(".")[0]) not in base:
-            raise ConfigError(unknown_key(key, [str(k) for k in base], "The configuration has"))
-    base = compose(config_name, overrides=groups + [line for _, line in added] + extra)
+def _check_job(job: list[tuple[Override, Override]], files: Files) -> dict[str, str]:
+    """Check one job: its overrides, the files they choose, and the configuration that comes out.
+
+    Args:
+        job: Each override as it was given, and with the one value that it has in this job.
+        files: Hydra's.
+
+    Returns:
+        The lines to rewrite, old to new.
+
+    Raises:
+        ConfigError: With everything that is wrong.
+    """
+    problems: list[str] = []
+    groups: list[Override] = []
+    keys: list[tuple[Override, Override]] = []
+    for given, override in job:
+        options = files.options(override.key_or_group)
+        if not options:
+            keys.append((given, override))
+        elif unknown := _unknown_options(override, options):
+            problems.append(unknown)
+        else:
+            groups.append(override)
+    chosen = [f"{o.key_or_group}/{o.value()}" for o in groups if isinstance(o.value(), str)]
+    try:
+        for path in (files.config_name, *chosen):
+            problems += [problem.text for problem in files.drop_broken_entries(path)]
+        base = files.compose(groups)
+    except TROUBLE as error:
+        raise ConfigError(*problems, str(error).strip()) from error
 
     def options_that_set(path: list[str]) -> dict[str, str]:
         """Options of the group `path[0]` in which the key `path` stands, each with the class that it builds there."""
         found = {}
-        for option in loader.get_group_options(path[0], config_name=config_name, overrides=extra):
-            with contextlib.suppress(HydraException, OmegaConfBaseException):
-                node = OmegaConf.select(compose(config_name, overrides=[f"{path[0]}={option}", *extra]), ".".join(path))
-                if isinstance(node, DictConfig) and "_target_" in node:
-                    found[option] = str(node["_target_"])
+        for option in files.options(path[0]):
+            node = OmegaConf.select(files.read(f"{path[0]}/{option}"), ".".join(path[1:]))
+            if isinstance(node, DictConfig) and "_target_" in node:
+                found[option] = str(node["_target_"])
         return found
 
-    rewrite = {str(o.input_line): f"++{o.input_line}" for o in values if not _listed(o, base, options_that_set)}
-    # What is still wrong, Hydra says now rather than later with a traceback.
-    compose(config_name, overrides=[f"++{line}" if str(o.input_line) in rewrite else line for o, line in job] + extra)
+    top_level = files.top_level() - {"hydra"}
+    for key in [str(key) for key in base if str(key) not in {*top_level, "hydra"}]:
+        header = "Does its first line say '# @package _global_'?" if key == "experiment" else ""
+        text = unknown_key(key, top_level, "The configuration has")
+        problems.append(f"{text}{_stands_in(files, key)} {header}".strip())
+        with open_dict(base):
+            del base[key]  # said once; what is below it cannot be right either
+    rewrite: dict[str, str] = {}
+    # Those that add first: what they add, others may set.
+    for given, override in sorted(keys, key=lambda pair: not pair[1].is_add()):
+        changes = not (override.is_add() or override.is_delete() or override.is_force_add())
+        try:
+            with collected(problems):
+                if changes and override.package is None and not _listed(override, base, options_that_set):
+                    rewrite[str(given.input_line)] = f"++{given.input_line}"
+                    override = OverridesParser.create().parse_override(f"++{override.input_line}")
+                elif not changes and not override.is_delete():
+                    _check_added(override, base)
+                ConfigLoaderImpl._apply_overrides_to_config([override], base)
+        except TROUBLE as error:
+            problems.append(f"{override.input_line}: {str(error).strip()}")
+
+    found: list[Problem] = []
+    config = resolved(base, found, early=True)
+    config.pop("hydra", None)
+    typed = [override.key_or_group for _, override in keys]
+    said: set[str] = set()
+    for problem in [*problems_in(config), *(p for p in found if not p.key.startswith("hydra."))]:
+        if problem.key not in said:
+            from_line = any(f"{problem.key}.".startswith(f"{key}.") for key in typed)
+            place = "" if from_line else _stands_in(files, problem.key)
+            leave_out = f" To leave it out: ~{problem.key}." if place and problem.text.startswith("unknown") else ""
+            problems.append(problem.text + place + leave_out)
+        said.add(problem.key)
+    if problems:
+        raise ConfigError(*problems)
     return rewrite
+
+
+def _unknown_options(override: Override, options: list[str]) -> str:
+    """What to say of a choice that its group does not have."""
+    if override.is_delete():
+        return ""
+    if (value := override.value()) is None:
+        return f"{override.input_line}: a group takes the name of an option. Choices: {', '.join(options)}."
+    for choice in value if isinstance(value, list) else [value]:
+        if str(choice) not in options:
+            return (
+                f"{override.input_line}: there is no {override.key_or_group} '{choice}'."
+                f"{did_you_mean(str(choice), options)} Choices: {', '.join(options)}."
+            )
+    return ""
+
+
+def _check_added(override: Override, config: DictConfig) -> None:
+    """`+key` and `++key` may add arguments and callbacks, not top-level keys."""
+    key = override.key_or_group.split(".")[0]
+    if key not in config:
+        raise ConfigError(unknown_key(key, [str(k) for k in config if k != "hydra"], "The configuration has"))
+
+
+def _stands_in(files: Files, key: str) -> str:
+    file = files.origin(key)
+    return f" It stands in {file}." if file else ""
 
 
 def _listed(override: Override, config: DictConfig, options_that_set: Callable[[list[str]], dict[str, str]]) -> bool:
@@ -185,10 +305,13 @@ def _listed(override: Override, config: DictConfig, options_that_set: Callable[[
             path.append(part)
             continue
         where = ".".join([*path, part])
-        listed = [str(k) for k in node.keys() if k not in HYDRA_KEYS]
+        listed = [str(k) for k in node.keys() if k not in HYDRA_KEYS and (path or k != "hydra")]
         if "_target_" not in node:
             raise ConfigError(unknown_key(where, listed, f"{'.'.join(path) or 'The configuration'} has"))
-        taken, takes_any = parameters_of(node["_target_"], ".".join(path))
+        try:
+            taken, _, _, takes_any, _ = signature_of(str(node["_target_"]))
+        except ValueError:
+            return True  # said of the class itself
         if path == ["trainer"] and part in OWNED_BY_GROUPS:
             raise ConfigError(f"{override.input_line} is not used here. Write {OWNED_BY_GROUPS[part]}.")
         if part not in taken and not takes_any:

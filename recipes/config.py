@@ -1,49 +1,60 @@
 """From configuration nodes to objects, with errors that name the value, the choices and the remedy.
 
-It leaves out Hydra's command line (`recipes.command_line`). Nodes are turned into plain containers before anything is
-built from them, so no OmegaConf object reaches an optimizer, a scheduler or a checkpoint. Values are compared with a
-constructor's type hints as far as YAML can tell types apart (numbers, text, true and false, lists); everything else is
-for the constructor to judge, whose refusal is shown with the key it is about.
+Nodes are turned into plain containers before anything is built from them, so no OmegaConf object reaches an optimizer,
+a scheduler or a checkpoint. Keys and values are compared with signatures first (`recipes.signatures`); the rest is for
+the constructor to judge, whose refusal is shown with the key it is about. It leaves out Hydra's command line
+(`recipes.command_line`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn
 
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from torch import Tensor
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, Node
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
-
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
-"""Types that YAML can tell apart, in the words of an error."""
-
-REMEDY = "Change it, or leave it out."
-
-OWNED_BY_GROUPS = {
-    "precision": "precision=fp32|bf16|fp16|fp8, which sets the plugin; Lightning accepts only one of the two",
-    "plugins": "precision=fp32|bf16|fp16|fp8 (and precision.* for its arguments)",
-    "strategy": "strategy=auto|ddp|fsdp2 (and strategy.* for its arguments)",
-    "callbacks": "the callbacks group, e.g. +callbacks.mine._target_=package.Callback",
-    "logger": "the logger group",
-}
-"""Trainer arguments that a group provides, and what to write instead."""
+from recipes.signatures import HYDRA_KEYS, MISSING, REMEDY, Problem, did_you_mean, keywords_of, problems_in
 
 
 class ConfigError(Exception):
-    """Something the user wrote cannot be honoured. Shown without a traceback; the exit status is 2."""
+    """Something the user wrote cannot be honoured. Shown without a traceback; the exit status is 2.
+
+    Args:
+        *problems: What is wrong, each with the value, the choices and the remedy.
+
+    Attributes:
+        problems: The same, each once.
+
+    Example:
+        >>> print(ConfigError("seed=-1 is negative.", "lr=x is no number."))
+        2 things are wrong:
+        1. seed=-1 is negative.
+        2. lr=x is no number.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(dict.fromkeys(problems))
+        numbered = [f"{number}. {problem}" for number, problem in enumerate(self.problems, 1)]
+        super().__init__(
+            self.problems[0] if len(numbered) == 1 else "\n".join([f"{len(numbered)} things are wrong:", *numbered])
+        )
+
+
+@contextlib.contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Add the problems of a `ConfigError` to a list and go on, so that all are shown in one go."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 def fail(error: Exception) -> NoReturn:
@@ -52,17 +63,6 @@ def fail(error: Exception) -> NoReturn:
         raise error
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or nothing if nothing is near.
-
-    Example:
-        >>> did_you_mean("max_step", ["max_steps", "devices"])
-        " Did you mean 'max_steps'?"
-    """
-    near = difflib.get_close_matches(given, list(known), n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
 def quoted(path: Path) -> str:
@@ -76,30 +76,52 @@ def quoted(path: Path) -> str:
 
 
 def plain(node: Any) -> Any:
-    """A configuration node as plain dicts, lists and scalars, interpolations resolved."""
-    try:
-        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).strip()) from error
+    """A configuration node as plain dicts, lists and scalars, interpolations resolved.
+
+    Raises:
+        ConfigError: With every value that is missing, and every reference that leads nowhere.
+    """
+    problems: list[Problem] = []
+    container = resolved(node, problems)
+    if problems:
+        raise ConfigError(*(problem.text for problem in problems))
+    return container
 
 
-def parameters_of(target: str, where: str) -> tuple[list[str], bool]:
-    """Names of the keyword arguments that a constructor takes, and whether it takes any others too.
+def resolved(node: Any, problems: list[Problem], early: bool = False) -> Any:
+    """Like `plain`, but goes on after a problem.
 
     Args:
-        target: Dotted path of a class or function.
-        where: Path of its node, for the error.
+        node: A configuration node.
+        problems: What is found is added here.
+        early: Hydra has not chosen a directory yet; what refers to that stays as it is written.
     """
-    try:
-        constructor = get_object(target)
-    except Exception as error:  # importing runs arbitrary code
-        raise ConfigError(f"{where}._target_={target} cannot be imported: {error}") from error
-    try:
-        parameters = inspect.signature(constructor).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature; they are checked when they are called
-        return [], True
-    by_keyword = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return by_keyword, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    if node._is_none():
+        return None
+    values: dict[Any, Any] = {}
+    keys: Iterable[Any] = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        child, where = node._get_node(key), str(node._get_full_key(key))
+        if not isinstance(child, Node):
+            continue
+        if child._is_missing():
+            values[key] = MISSING
+            problems.append(Problem(where, f"{where} is missing. Write {where}=VALUE."))
+            continue
+        try:
+            value = node[key]
+            # What is referred to is checked where it stands.
+            values[key] = child._value() if early and child._is_interpolation() else resolved(value, problems, early)
+        except InterpolationToMissingValueError:
+            values[key] = MISSING  # said where it is missing
+        except OmegaConfBaseException as error:
+            values[key] = child._value()
+            if not (early and "HydraConfig was not set" in str(error)):
+                reason = str(error).strip().partition("\n")[0]
+                problems.append(Problem(where, f"{where}={child._value()}: {reason}. Name a key that is there."))
+    return values if isinstance(node, DictConfig) else list(values.values())
 
 
 def check_targets(config: dict[str, Any]) -> None:
@@ -109,95 +131,26 @@ def check_targets(config: dict[str, Any]) -> None:
         config: Plain containers, as `plain` returns them.
 
     Raises:
-        ConfigError: With the key and the nearest argument and all arguments, or the value and what is allowed.
+        ConfigError: With everything that is wrong; see `recipes.signatures.problems_in`.
     """
-    for owned, remedy in OWNED_BY_GROUPS.items():
-        if owned in config.get("trainer", {}):
-            raise ConfigError(f"trainer.{owned}={config['trainer'][owned]} is not used here. Write {remedy}.")
-    for where, node in _target_nodes(config, ""):
-        known, takes_any = parameters_of(node["_target_"], where)
-        for key in node.keys() - HYDRA_KEYS:
-            if key not in known and not takes_any:
-                raise ConfigError(unknown_key(f"{where}.{key}", known, f"{node['_target_']} takes"))
-        hints = hints_of(node["_target_"])
-        for key in hints.keys() & node.keys():
-            if problem := mismatch(node[key], hints[key]):
-                raise ConfigError(f"{where}.{key}={node[key]}: {node['_target_']} takes {problem} {REMEDY}")
+    if problems := problems_in(config):
+        raise ConfigError(*(problem.text for problem in problems))
 
 
-def hints_of(target: str) -> dict[str, Any]:
-    """Type hints of a constructor's arguments; nothing where they cannot be read."""
-    constructor = get_object(target)
-    call = constructor.__init__ if inspect.isclass(constructor) else constructor
-    try:
-        return get_type_hints(call)
-    except Exception:  # names that exist for type checkers alone, builtins
-        return {}
+def build_all(config: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """Build every part that the configuration has; of those it leaves out, None.
 
-
-def mismatch(value: Any, hint: Any) -> str:
-    """What an argument takes instead of this value, or nothing if the value fits, or the hint is not a simple one.
-
-    Example:
-        >>> mismatch("abc", int | None), mismatch(3, float), mismatch("x", Tensor | float)
-        ('a whole number.', '', 'a number.')
-        >>> mismatch("splitt", Literal["fp32", "split"])
-        "'fp32' or 'split'. Did you mean 'split'?"
+    Raises:
+        ConfigError: With everything that constructors refuse.
     """
-    if value is None or isinstance(value, dict):  # often the default, declared or not; a node that builds an object
-        return ""
-    allowed: list[str] = []
-    choices: list[str] = []
-    for kind in _alternatives(hint):
-        origin = get_origin(kind) or kind
-        if origin is Literal:
-            if value in get_args(kind):
-                return ""
-            choices += map(str, get_args(kind))
-            allowed += map(repr, get_args(kind))
-        elif origin in (list, Sequence):
-            (element,) = get_args(kind) or (Any,)
-            values = value if isinstance(value, list) else [value]
-            # A text is a sequence of texts; a number is no sequence.
-            if isinstance(value, list | str) and not any(mismatch(v, element) for v in values):
-                return ""
-            allowed.append(WORDS[list])
-        elif kind in WORDS:
-            if type(value) is kind or (kind is float and type(value) is int):
-                return ""
-            allowed.append(WORDS[kind])
-        elif kind not in (NoneType, Tensor):  # any other class may be built from what YAML can say
-            return ""
-    whole = f" (write {value:.0f})" if isinstance(value, float) and value.is_integer() else ""
-    return " or ".join(dict.fromkeys(allowed)) + whole + "." + did_you_mean(str(value), choices)
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    """Members of a union, flat."""
-    if get_origin(hint) in (Union, UnionType):
-        return [kind for member in get_args(hint) for kind in _alternatives(member)]
-    return [hint]
-
-
-def unknown_key(path: str, known: Iterable[str], taker: str) -> str:
-    """The error text for a key that nobody takes."""
-    known = sorted(known)
-    return (
-        f"unknown key '{path}'.{did_you_mean(path.rpartition('.')[2], known)} {taker}: {', '.join(known) or 'nothing'}."
-    )
-
-
-def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(node, dict):
-        if "_target_" in node:
-            yield path, node
-        children: Iterable[tuple[Any, Any]] = node.items()
-    elif isinstance(node, list):
-        children = enumerate(node)
-    else:
-        return
-    for key, child in children:
-        yield from _target_nodes(child, f"{path}.{key}" if path else str(key))
+    built: dict[str, Any] = {}
+    problems: list[str] = []
+    for path in paths:
+        with collected(problems):
+            built[path] = build(config, path) if config.get(path) else None
+    if problems:
+        raise ConfigError(*problems)
+    return built
 
 
 def build(config: dict[str, Any], path: str, **arguments: Any) -> Any:
@@ -252,6 +205,8 @@ def refusal(node: Any, path: str, below: list[str], cause: BaseException) -> Con
     given = {f"{path}.{k}": v for k, v in node.items() if k not in HYDRA_KEYS and not isinstance(v, dict)}
     arguments = ", ".join(f"{key}={value}" for key, value in _about(given, str(cause)).items()) or path
     reason = str(cause).strip() or type(cause).__name__
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", reason):  # handed on to another constructor
+        reason = reason.rstrip(".?") + "." + did_you_mean(unknown[1], keywords_of(node["_target_"]))
     if not reason.endswith((".", "?", "!")):
         reason += "."
     return ConfigError(f"{arguments}: {node['_target_']} refused: {reason} {REMEDY}")

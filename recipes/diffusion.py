@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.sharding import is_sharded, shard_
+from recipes.denoising import Objective
 from recipes.loading import Batch
-from recipes.objective import Objective
 from recipes.randomness import TRAINING, keyed_generator, validation_draws
 
 

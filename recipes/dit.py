@@ -48,11 +48,11 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(table, requires_grad=False)
+        self.pos_embed = nn.Parameter(table, requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `(batch, patches, dim)` to the same shape and dtype."""
-        return tokens.add_(self.weight)
+        return tokens.add_(self.pos_embed)
 
 
 class SelfAttention(nn.Module):
@@ -158,7 +158,7 @@ class DiT(nn.Module):
         self.checkpointing = checkpointing
         side = image_size // patch_size
         self.patch_embed = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
-        self.pos_embed = PositionEmbedding(sin_cos_2d(side, side, hidden_size))
+        self.positions = PositionEmbedding(sin_cos_2d(side, side, hidden_size))
         self.time_embedding = TimestepEmbedding(TIME_FEATURES, hidden_size)
         self.class_embedding = nn.Embedding(num_classes + 1, hidden_size)
         self.blocks = nn.ModuleList(Block(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
@@ -198,7 +198,7 @@ class DiT(nn.Module):
         condition = condition + self.class_embedding(labels)  # (batch, hidden_size)
 
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()  # (batch, patches, hidden_size)
-        tokens = self.pos_embed(tokens)
+        tokens = self.positions(tokens)
         for block in self.blocks:
             tokens = call(block, tokens, condition, checkpointing=self.checkpointing)
         shift, scale = self.modulation_out(F.silu(condition))[:, None].chunk(2, dim=2)

@@ -1,181 +1,25 @@
-"""What a network is trained to predict: EDM, DDPM and flow matching behind one small interface.
+"""EDM, DDPM and flow matching: what a network is trained to predict, and at which times.
 
-Each objective mixes image and noise, x = α(t) · image + σ(t) · noise, and says what the network F gets and predicts:
-
-    D(x; t) = c_skip x + c_out F(c_in x; c_noise)      loss = weight(t) · mean((F - target)²)
-
-so that everything else (validation, guidance, samplers) needs the estimate D of the clean image, α and σ alone.
-
-Everything here is fp32 arithmetic around one call of the network: times, preconditioning, targets, weights and loss.
-The network may compute in any dtype; its output is widened before anything is computed with it. All operations here
-are elementwise or reductions on fp32 tensors, which `torch.autocast` leaves alone, so the same code is right inside and
-outside an autocast region.
-
-It leaves out how random numbers are drawn (`recipes.randomness`) and how labels are dropped (`recipes.diffusion`).
+They differ in how image and noise are mixed, how a network's input and output are scaled, and which times training and
+sampling meet; all else is theirs in common (`recipes.denoising`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from recipes.density import DensityName, log_normal, stratify, unit_times
+from recipes.denoising import Objective, over, wide
+from recipes.density import DensityName, log_normal, unit_times
 from recipes.schedule import Schedule, ScheduleName
-from recipes.weighting import WeightingName, weights
-
-Network = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`(scaled image, noise level, labels) -> raw prediction`."""
 
 Prediction = Literal["epsilon", "v", "x0"]
 
 
-def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error of each sample, in fp32 whatever comes in.
-
-    In fp16 a difference of 300 squares to infinity; here it gives exactly 90000.
-
-    Args:
-        prediction: `(batch, ...)`, any float dtype.
-        target: Same shape.
-
-    Returns:
-        `(batch,)` in fp32.
-
-    Example:
-        >>> squared_error(torch.full((1, 2), 300.0, dtype=torch.float16), torch.zeros(1, 2))
-        tensor([90000.])
-    """
-    return (prediction.float() - target.float()).square().flatten(1).mean(dim=1)
-
-
-def wide(time: Tensor) -> Tensor:
-    """Times in float64 if they are, otherwise in fp32."""
-    return time if time.dtype == torch.float64 else time.float()
-
-
-def over(coefficient: Tensor, images: Tensor) -> Tensor:
-    """`(batch,)` as `(batch, 1, 1, 1)`, which broadcasts over images."""
-    return coefficient.reshape(-1, *[1] * (images.ndim - 1))
-
-
-class Objective(ABC):
-    """What EDM, DDPM and flow matching have in common.
-
-    Times are numbers of the objective's own kind: EDM's noise level σ, DDPM's timestep, flow matching's t.
-
-    Args:
-        weighting: See `recipes.weighting.weights`.
-        gamma: γ of the weighting.
-        stratified: Spread the times of a training batch evenly over their density.
-        label_dropout: Probability with which a training sample loses its label, so that the network also learns the
-            unconditional denoiser that guidance needs (Ho and Salimans 2022).
-
-    Attributes:
-        clip: In sampling, estimates of the image are clipped to [-clip, clip]; None: as the network gave them.
-    """
-
-    clip: float | None = None
-
-    def __init__(self, weighting: str, gamma: float, stratified: bool, label_dropout: float) -> None:
-        if not 0.0 <= label_dropout <= 1.0:
-            raise ValueError(f"label_dropout={label_dropout} must be a probability between 0 and 1.")
-        if gamma <= 0:
-            raise ValueError(f"gamma={gamma} must be positive.")
-        weights(weighting, gamma, torch.ones(1), torch.ones(1))  # refuses an unknown name
-        self.weighting = weighting
-        self.gamma = gamma
-        self.stratified = stratified
-        self.label_dropout = label_dropout
-
-    @abstractmethod
-    def times(self, normal: Tensor) -> Tensor:
-        """Times of the training density from standard normal numbers, `(batch,)`, fp32."""
-
-    @abstractmethod
-    def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        """α and σ of x = α · image + σ · noise, same shape as `time`; fp32, or float64 for a float64 time."""
-
-    @abstractmethod
-    def preconditioning(self, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """c_skip, c_out, c_in and c_noise, each `(batch,)`, fp32."""
-
-    @abstractmethod
-    def target(self, images: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """What the network is to predict, same shape as `images`, fp32."""
-
-    @abstractmethod
-    def errors(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared errors of noise and image for a unit error of the prediction: (c_out α / σ)², c_out²; `(batch,)`."""
-
-    @abstractmethod
-    def sampling_times(self, steps: int) -> list[float]:
-        """`steps + 1` times for a sampler, from noise to image; at the last one α = 1 and σ = 0."""
-
-    def ode(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale c and level s in which the probability-flow ODE is d(x/c)/ds = (x/c - D) / s.
-
-        Its solutions are straight where the estimate D stays the same. c = α and s = σ / α give the ODE of Karras et
-        al. (2022, equation 81); s is infinite where there is no image left.
-        """
-        alpha, sigma = self.path(time)
-        return alpha, sigma / alpha
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Random times for a training batch, `(count,)` in fp32, on the generator's device."""
-        normal = torch.randn(count, generator=generator, device=generator.device)
-        return self.times(stratify(normal) if self.stratified else normal)
-
-    def mix(self, images: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """α · image + σ · noise, same shape, fp32."""
-        alpha, sigma = self.path(time)
-        return over(alpha, images) * images.float() + over(sigma, images) * noise.float()
-
-    def predict(self, net: Network, noisy: Tensor, time: Tensor, labels: Tensor) -> Tensor:
-        """F(c_in x; c_noise), same shape as `noisy`, fp32."""
-        _, _, c_in, c_noise = self.preconditioning(time)
-        return net(over(c_in, noisy) * noisy.float(), c_noise, labels).float()
-
-    def denoise(self, net: Network, noisy: Tensor, time: Tensor, labels: Tensor) -> Tensor:
-        """Estimate the clean image.
-
-        Args:
-            net: The raw network F.
-            noisy: α · image + σ · noise, `(batch, C, H, W)`.
-            time: `(batch,)`.
-            labels: `(batch,)`, int64, handed through to the network.
-
-        Returns:
-            D(noisy; time), `(batch, C, H, W)` in fp32.
-        """
-        c_skip, c_out, _, _ = self.preconditioning(time)
-        prediction = self.predict(net, noisy, time, labels)
-        return over(c_skip, noisy) * noisy.float() + over(c_out, noisy) * prediction
-
-    def weight(self, time: Tensor) -> Tensor:
-        """Weight of a sample's squared error, `(batch,)`, fp32."""
-        return weights(self.weighting, self.gamma, *self.errors(time))
-
-    def loss(self, net: Network, images: Tensor, labels: Tensor, time: Tensor, noise: Tensor) -> Tensor:
-        """Weighted loss of each sample.
-
-        Args:
-            net: The raw network F.
-            images: Clean images, `(batch, C, H, W)`.
-            labels: `(batch,)`, int64.
-            time: `(batch,)`.
-            noise: Standard normal, same shape as `images`.
-
-        Returns:
-            `(batch,)` in fp32; its mean is what training minimises.
-        """
-        prediction = self.predict(net, self.mix(images, noise, time), time, labels)
-        return self.weight(time) * squared_error(prediction, self.target(images.float(), noise.float(), time))
-
-
+@dataclass
 class EDM(Objective):
     """EDM (Karras et al. 2022, "Elucidating the Design Space of Diffusion-Based Generative Models").
 
@@ -194,40 +38,28 @@ class EDM(Objective):
         sigma_min: Lowest noise level in sampling before 0.
         sigma_max: Noise level that sampling starts from.
         rho: Exponent ρ of the spacing of noise levels in sampling.
-        weighting: See `Objective`.
-        gamma: See `Objective`.
-        stratified: See `Objective`.
-        label_dropout: See `Objective`.
+        **common: `weighting`, `gamma`, `stratified` and `label_dropout`; see `Objective`.
 
     Example:
         >>> EDM().denoise(lambda x, c_noise, labels: x.half(), torch.ones(1, 1, 2, 2), torch.ones(1), None).dtype
         torch.float32
     """
 
-    def __init__(
-        self,
-        sigma_data: float = 0.5,
-        P_mean: float = -1.2,
-        P_std: float = 1.2,
-        sigma_min: float = 0.002,
-        sigma_max: float = 80.0,
-        rho: float = 7.0,
-        weighting: WeightingName = "none",
-        gamma: float = 5.0,
-        stratified: bool = False,
-        label_dropout: float = 0.1,
-    ) -> None:
-        super().__init__(weighting, gamma, stratified, label_dropout)
-        if sigma_data <= 0 or P_std <= 0:
-            raise ValueError(f"sigma_data={sigma_data} and P_std={P_std} must be positive.")
-        if not 0 < sigma_min < sigma_max:
-            raise ValueError(f"sigma_min={sigma_min} and sigma_max={sigma_max} must be 0 < sigma_min < sigma_max.")
-        self.sigma_data = sigma_data
-        self.P_mean = P_mean
-        self.P_std = P_std
-        self.sigma_min = sigma_min
-        self.sigma_max = sigma_max
-        self.rho = rho
+    sigma_data: float = 0.5
+    P_mean: float = -1.2
+    P_std: float = 1.2
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sigma_data <= 0 or self.P_std <= 0:
+            raise ValueError(f"sigma_data={self.sigma_data} and P_std={self.P_std} must be positive.")
+        if not 0 < self.sigma_min < self.sigma_max:
+            raise ValueError(
+                f"sigma_min={self.sigma_min} and sigma_max={self.sigma_max} must be 0 < sigma_min < sigma_max."
+            )
 
     def times(self, normal: Tensor) -> Tensor:
         """σ = exp(P_mean + P_std · normal)."""
@@ -262,6 +94,7 @@ class EDM(Objective):
         return [*((high + i / max(steps - 1, 1) * (low - high)) ** self.rho for i in range(steps)), 0.0]
 
 
+@dataclass
 class DDPM(Objective):
     """Diffusion in discrete timesteps (Ho et al. 2020), variance-preserving: α² + σ² = 1.
 
@@ -281,47 +114,33 @@ class DDPM(Objective):
         P_std: Standard deviation of the logit-normal density.
         clip: In sampling, estimates of the image are clipped to [-clip, clip], since noise predicted from noise says
             little about the image. None does not.
-        weighting: See `Objective`.
-        gamma: See `Objective`.
-        stratified: See `Objective`.
-        label_dropout: See `Objective`.
+        **common: `weighting`, `gamma`, `stratified` and `label_dropout`; see `Objective`.
 
     Example:
         >>> DDPM().times(torch.tensor([-9.0, 0.0, 9.0]))
         tensor([  0., 500., 999.])
     """
 
-    def __init__(
-        self,
-        prediction: Prediction = "epsilon",
-        schedule: ScheduleName = "cosine",
-        timesteps: int = 1000,
-        zero_snr: bool = False,
-        density: DensityName = "uniform",
-        P_mean: float = 0.0,
-        P_std: float = 1.0,
-        clip: float | None = 1.0,
-        weighting: WeightingName = "none",
-        gamma: float = 5.0,
-        stratified: bool = False,
-        label_dropout: float = 0.1,
-    ) -> None:
-        super().__init__(weighting, gamma, stratified, label_dropout)
-        if prediction not in get_args(Prediction):
-            raise ValueError(f"prediction={prediction!r} is unknown. Choices: {', '.join(get_args(Prediction))}.")
-        if prediction == "epsilon" and zero_snr:
+    prediction: Prediction = "epsilon"
+    schedule: ScheduleName = "cosine"
+    timesteps: int = 1000
+    zero_snr: bool = False
+    density: DensityName = "uniform"
+    P_mean: float = 0.0
+    P_std: float = 1.0
+    clip: float | None = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prediction not in get_args(Prediction):
+            raise ValueError(f"prediction={self.prediction!r} is unknown. Choices: {', '.join(get_args(Prediction))}.")
+        if self.prediction == "epsilon" and self.zero_snr:
             raise ValueError(
-                f"prediction={prediction!r} says nothing about the image where there is noise alone, as zero_snr=True "
-                "has it. Choose prediction='v' or prediction='x0'."
+                "prediction='epsilon' says nothing about the image where there is noise alone, as zero_snr=True has "
+                "it. Choose prediction='v' or prediction='x0'."
             )
-        unit_times(density, torch.zeros(1), P_mean, P_std)  # refuses an unknown name
-        self.prediction = prediction
-        self.schedule = Schedule(schedule, timesteps, zero_snr)
-        self.timesteps = timesteps
-        self.density = density
-        self.P_mean = P_mean
-        self.P_std = P_std
-        self.clip = clip
+        unit_times(self.density, torch.zeros(1), self.P_mean, self.P_std)  # refuses an unknown name
+        self._path = Schedule(self.schedule, self.timesteps, self.zero_snr)
 
     def times(self, normal: Tensor) -> Tensor:
         """Whole timesteps, 0 to T - 1."""
@@ -330,7 +149,7 @@ class DDPM(Objective):
 
     def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """From the table; timestep -1 is the image itself."""
-        return self.schedule(time)
+        return self._path(time)
 
     def preconditioning(self, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """c_in = 1, c_noise = t / T."""
@@ -364,6 +183,7 @@ class DDPM(Objective):
         return [float(round(self.timesteps - i * self.timesteps / steps) - 1) for i in range(steps + 1)]
 
 
+@dataclass
 class FlowMatching(Objective):
     """Rectified flow (Liu et al. 2023; Lipman et al. 2023): x = (1 - t) · image + t · noise.
 
@@ -374,35 +194,23 @@ class FlowMatching(Objective):
         P_mean: Mean of the logit-normal density.
         P_std: Standard deviation of the logit-normal density.
         shift: Sampling times t become s t / (1 + (s - 1) t): above 1 more of them are spent on noise, for large images.
-        weighting: See `Objective`.
-        gamma: See `Objective`.
-        stratified: See `Objective`.
-        label_dropout: See `Objective`.
+        **common: `weighting`, `gamma`, `stratified` and `label_dropout`; see `Objective`.
 
     Example:
         >>> FlowMatching().sampling_times(4)
         [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
-    def __init__(
-        self,
-        density: DensityName = "logit_normal",
-        P_mean: float = 0.0,
-        P_std: float = 1.0,
-        shift: float = 1.0,
-        weighting: WeightingName = "none",
-        gamma: float = 5.0,
-        stratified: bool = False,
-        label_dropout: float = 0.1,
-    ) -> None:
-        super().__init__(weighting, gamma, stratified, label_dropout)
-        if shift <= 0:
-            raise ValueError(f"shift={shift} must be positive.")
-        unit_times(density, torch.zeros(1), P_mean, P_std)  # refuses an unknown name
-        self.density = density
-        self.P_mean = P_mean
-        self.P_std = P_std
-        self.shift = shift
+    density: DensityName = "logit_normal"
+    P_mean: float = 0.0
+    P_std: float = 1.0
+    shift: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shift <= 0:
+            raise ValueError(f"shift={self.shift} must be positive.")
+        unit_times(self.density, torch.zeros(1), self.P_mean, self.P_std)  # refuses an unknown name
 
     def times(self, normal: Tensor) -> Tensor:
         """From t = 0 (image) to t = 1 (noise)."""

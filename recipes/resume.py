@@ -1,8 +1,9 @@
 """Which checkpoint to resume from, and whether it can continue the run that is configured.
 
 Lightning answers a checkpoint of another model with a traceback that lists every tensor, and a step count that is
-already reached by doing nothing. Here both are refused beforehand, and what else differs is said in one line. It leaves
-out restoring, which Lightning does, and drawing samples from a checkpoint (`recipes.sample`).
+already reached by doing nothing. Here both are refused beforehand, and what else differs is said in one line. Which run
+`resume=auto` goes on with is decided in `recipes.earlier_runs`. It leaves out restoring, which Lightning does, and
+drawing samples from a checkpoint (`recipes.sample`).
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import to_absolute_path
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
-from recipes.config import ConfigError, flatten, quoted
+from recipes.config import ConfigError, build, flatten, quoted
 
 
-def find_checkpoint(ckpt_path: str | None, output_dir: Path) -> Path | None:
+def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
     """The checkpoint to resume from.
 
     Args:
-        ckpt_path: None starts anew; `last` means the newest `last.ckpt` of this run directory and its siblings, which
-            are the earlier runs of the experiment (jobs of sweeps included); `auto` means the `last.ckpt` of this very
-            directory, and to start anew as long as there is none; anything else is a path, relative to where the
-            command was typed.
+        config: Of `ckpt_path`, None starts anew; `last` means the newest `last.ckpt` of this run directory and its
+            siblings, which are the earlier runs of the experiment (jobs of sweeps included); `auto` means the
+            `last.ckpt` of this very directory, and to start anew as long as there is none; anything else is a path,
+            relative to where the command was typed. `resume=auto` has chosen the directory and means `auto`.
         output_dir: This run's directory.
     """
+    ckpt_path = "auto" if config.get("resume") == "auto" else config["ckpt_path"]
     if ckpt_path is None:
         return None
     if ckpt_path == "auto":
@@ -102,14 +105,31 @@ def _size(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(list(tensor.shape))
 
 
-def check_steps(checkpoint: dict[str, Any], trainer: L.Trainer, path: Path) -> None:
+def check_steps(checkpoint: dict[str, Any], config: dict[str, Any], path: Path) -> None:
     """Refuse a resume that has nothing to do."""
-    step, limit = checkpoint.get("global_step", 0), trainer.max_steps
+    step, limit = checkpoint.get("global_step", 0), config["trainer"].get("max_steps", -1)
     if limit != -1 and limit <= step:
         raise ConfigError(
             f"trainer.max_steps={limit}: {path} is at step {step} already, so nothing would be trained. Write "
             f"trainer.max_steps=NUMBER with a number above {step}, or leave ckpt_path out to start anew."
         )
+
+
+def logger_of(
+    config: dict[str, Any], checkpoint: dict[str, Any] | None, path: Path | None, output_dir: Path
+) -> Logger | None:
+    """The logger, if there is one; where a run goes on in its own directory, so do its curves.
+
+    What the interrupted run logged after the checkpoint is logged again. TensorBoard is told to forget the first
+    version: everything from the step after the checkpoint's on.
+    """
+    if not config.get("logger"):
+        return None
+    again = checkpoint is not None and path is not None and output_dir in path.parents
+    if not (again and config["logger"]["_target_"].endswith("TensorBoardLogger")):
+        return build(config, "logger")
+    assert checkpoint is not None
+    return build(config, "logger", purge_step=checkpoint["global_step"] + 1)
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -122,7 +142,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         ['model.b not set -> 2', 'seed 0 -> 1']
     """
     old, new = (_portable(config) for config in (theirs, ours))
-    keys = [key for key in sorted(old.keys() | new.keys()) if key != "ckpt_path"]
+    keys = [key for key in sorted(old.keys() | new.keys()) if key not in ("ckpt_path", "resume")]
     return [
         f"{key} {old.get(key, 'not set')} -> {new.get(key, 'not set')}" for key in keys if old.get(key) != new.get(key)
     ]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from recipes.objective import Network, Objective
+from recipes.denoising import Network, Objective
 from recipes.randomness import SAMPLES, keyed_generator
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]

@@ -53,7 +53,8 @@ def run_job(output_dir: Path) -> float | None:
         output_dir: The job's directory.
     """
     config = HydraConfig.get()
-    (output_dir / RESULT).unlink(missing_ok=True)
+    if "resume=auto" not in config.overrides.task:  # a complete job is not run again then, and its result stays
+        (output_dir / RESULT).unlink(missing_ok=True)
     command = [sys.executable, "-m", "recipes.train", *_arguments(output_dir)]
     received: list[int] = []
     # In a session of its own: the terminal's Ctrl-C would come a second time, which stops without saving.
@@ -116,8 +117,8 @@ class CollectResults(Callback):
     """Collect at the end of a sweep, and let the exit status say whether every job ended well."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Forget an earlier sweep in the same directory."""
-        for path in Path(config.hydra.sweep.dir).rglob(RESULT):
+        """Forget an earlier sweep in the same directory, unless this one goes on with it."""
+        for path in [] if config.get("resume") == "auto" else Path(config.hydra.sweep.dir).rglob(RESULT):
             path.unlink()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:

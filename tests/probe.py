@@ -1,5 +1,6 @@
 """A callback for tests of the command line: `+callbacks.probe._target_=probe.Probe`."""
 
+import io
 import os
 import signal
 from pathlib import Path
@@ -36,3 +37,37 @@ class Probe(L.Callback):
     def teardown(self, trainer, pl_module, stage):
         self.directory.mkdir(parents=True, exist_ok=True)
         torch.save(self.drawn, self.directory / f"rank{trainer.global_rank}.pt")
+
+
+class KillOnce(L.Callback):
+    """Kills its process as `kill -9` does, in a training batch (counted from 1) or in the middle of a checkpoint.
+
+    Only if the file `mark` is not there yet, so that the same command runs to its end the second time.
+    """
+
+    def __init__(self, mark: str, batch: int = -1, checkpoint: int = -1) -> None:
+        self.mark, self.batch, self.checkpoint = Path(mark), batch, checkpoint
+        self.batches = self.checkpoints = 0
+
+    def _kill(self):
+        self.mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches += 1
+        if self.batches == self.batch and not self.mark.exists():
+            self._kill()
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.checkpoints += 1
+        if self.checkpoints == self.checkpoint and not self.mark.exists():
+            save = torch.save
+
+            def half(content, file, *args, **kwargs):
+                whole = io.BytesIO()
+                save(content, whole)
+                file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+                file.flush()
+                self._kill()
+
+            torch.save = half

@@ -135,7 +135,7 @@ def test_dit_is_diffusers_dittransformer2dmodel() -> None:
     state = ours.state_dict()
     used = {name: f"{names[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}" for name in theirs.state_dict()}
     theirs.load_state_dict({name: state[mine] for name, mine in used.items()}, strict=True)
-    assert {*used.values(), "pos_embed.weight"} == set(state)
+    assert {*used.values(), "positions.pos_embed"} == set(state)
     for layer in theirs.modules():
         if hasattr(layer, "downscale_freq_shift"):
             layer.downscale_freq_shift = 0  # the paper's
@@ -179,7 +179,7 @@ def test_digit_models_take_digits(option: str) -> None:
 def test_plan_of_the_dit_keeps_in_fp32_what_must_be() -> None:
     plan = PrecisionPolicy("bf16").resolve(DiT(1, 10, 8))
     rows = {line.split()[0]: line.split() for line in str(plan).splitlines()}
-    for name in ("time_embedding.linear_1", "time_embedding.linear_2", "class_embedding", "pos_embed", "proj_out"):
+    for name in ("time_embedding.linear_1", "time_embedding.linear_2", "class_embedding", "proj_out"):
         assert rows[name][2] == "float32", name
         assert plan.parameters[f"{name}.weight"] == torch.float32
     for name in ("patch_embed", "blocks.0.attn.to_q", "blocks.1.mlp.linear_2", "blocks.0.modulation"):
@@ -219,11 +219,11 @@ def test_bf16_is_near_fp32(kind: str) -> None:
 
 def test_position_embedding_is_added_in_fp32() -> None:
     net = DiT(1, 10, 8)
-    assert not net.pos_embed.weight.requires_grad
-    assert len(net.pos_embed.weight.unique(dim=0)) == 16
+    assert not net.positions.pos_embed.requires_grad
+    assert len(net.positions.pos_embed.unique(dim=0)) == 16
     tokens = torch.full((1, 16, 64), 0.1).bfloat16()
-    expected = (tokens.double() + net.pos_embed.weight.double()).bfloat16()
-    assert torch.equal(net.pos_embed(tokens), expected)
+    expected = (tokens.double() + net.positions.pos_embed.double()).bfloat16()
+    assert torch.equal(net.positions(tokens.clone()), expected)
 
 
 # Training

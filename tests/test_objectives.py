@@ -14,8 +14,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from recipes.denoising import Objective, squared_error
 from recipes.density import log_normal, logit_normal, stratify, unit_times
-from recipes.objective import DDPM, EDM, FlowMatching, Objective, squared_error
+from recipes.objective import DDPM, EDM, FlowMatching
 from recipes.randomness import keyed_generator, validation_draws
 from recipes.schedule import Schedule, zero_terminal_snr
 from recipes.weighting import weights

@@ -18,6 +18,7 @@ class Wrapped(nn.Module):
         super().__init__()
         self.net = TinyNet()
         self.pos_embed = nn.Parameter(torch.zeros(4))
+        self.gain = nn.Parameter(torch.ones(4))
 
 
 def test_defaults_follow_practice():
@@ -32,6 +33,8 @@ def test_defaults_follow_practice():
     }
     assert plan.kinds["net.norm"] == "norm"
     assert plan.kinds["net.conv_out"] == "fp32"
+    assert plan.parameters["pos_embed"] == FP32
+    assert plan.parameters["gain"] == BF16
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def test_defaults_follow_practice():
         (["t_embedder", "y_embedder"], ["final_layer"]),  # DiT
         (["time_embedding", "class_embedding"], ["conv_norm_out", "conv_out"]),  # diffusers' U-Nets
         (["time_mlp"], ["final_conv"]),  # denoising-diffusion-pytorch
+        (["time_embedding", "pos_embed"], ["norm_out", "proj_out"]),  # diffusers' transformers
     ],
 )
 def test_defaults_know_the_names_that_are_in_use(inputs, outputs):
@@ -77,7 +81,7 @@ def test_types_and_class_names(entry):
 def test_a_container_covers_what_lies_below_it():
     plan = PrecisionPolicy("fp16", fp32=["net"]).resolve(Wrapped())
     assert set(plan.parameters.values()) == {FP32, torch.float16}
-    assert plan.parameters["pos_embed"] == torch.float16
+    assert plan.parameters["gain"] == torch.float16
     assert plan.kinds["net.norm"] == "fp32"
 
 
@@ -87,13 +91,27 @@ def test_explicit_norm_entry_makes_its_activations_fp32_too():
 
 def test_parameters_can_be_named():
     """Stored in fp32, by themselves: the layer computes as before, and the table says so."""
-    plan = PrecisionPolicy("bf16", fp32=["pos_embed", "proj.bias"]).resolve(Wrapped())
-    assert plan.parameters["pos_embed"] == plan.parameters["net.proj.bias"] == FP32
+    plan = PrecisionPolicy("bf16", fp32=["gain", "proj.bias"]).resolve(Wrapped())
+    assert plan.parameters["gain"] == plan.parameters["net.proj.bias"] == FP32
     assert plan.parameters["net.proj.weight"] == plan["net.proj"] == BF16
     assert plan.kinds["net.proj"] == "compute"
     rows = {line.split()[0]: line for line in str(plan).splitlines()}
     assert rows["net.proj"].endswith("compute; bias in float32, fp32 entry 'proj.bias'")
-    assert rows["(root)"].endswith("compute; pos_embed in float32, fp32 entry 'pos_embed'")
+    assert rows["(root)"].endswith(
+        "compute; pos_embed in float32, default: embedding; gain in float32, fp32 entry 'gain'"
+    )
+
+
+@pytest.mark.parametrize("name", ["pos_embed", "pos_embedding", "class_embedding"])
+def test_embeddings_that_are_bare_parameters_stay_fp32(name):
+    """DiT's and ViT's tables belong to the network itself; its layers are not what they name."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)])})
+    model.register_parameter(name, nn.Parameter(torch.zeros(3, 2)))
+    plan = PrecisionPolicy("bf16").resolve(nn.ModuleDict({"net": model}))
+    assert plan.parameters == {f"net.{name}": FP32, "net.blocks.0.weight": BF16, "net.blocks.0.bias": BF16}
+    assert plan.kinds["net"] == "compute"
+    dropped = PrecisionPolicy("bf16", fp32_defaults=False).resolve(model)
+    assert set(dropped.parameters.values()) == {BF16}
 
 
 def test_parameters_in_lists_can_be_named():

@@ -27,10 +27,11 @@ from torch import Tensor
 from recipes import command_line, sample, train
 from recipes.config import check_targets
 from recipes.data import DigitsDataModule, LabelledImages
+from recipes.denoising import squared_error
 from recipes.diffusion import DiffusionModule
 from recipes.images import NON_FINITE_COLOUR, count_non_finite, image_grid, to_uint8
 from recipes.loading import ResumableLoader, ShuffledShard
-from recipes.objective import EDM, squared_error
+from recipes.objective import EDM
 from recipes.randomness import validation_draws
 from recipes.sampler import HeunSampler, draw_samples, guided
 from recipes.unet import UNet, sinusoid
@@ -706,7 +707,7 @@ def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
     number: signal.Signals,
     interval: int,
 ) -> None:
-    first, second = tmp_path / "a b" / "1", tmp_path / "a b" / "2"
+    first = tmp_path / "a b" / "1"
     options = [*STEPS, f"trainer.val_check_interval={interval}", f"hydra.run.dir='{first}'"]
     assert signalled(monkeypatch, batch, number, *options) == 128 + number
     batch += (batch, interval) == (22, 30)  # an epoch ends without a validation: one step more
@@ -715,26 +716,34 @@ def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
     assert f"checkpoint       {first}/checkpoints/last.ckpt, of step {batch}\n" in shown.out
     again = shown.out[shown.out.index("to continue      ") :].split("\n")[0]
     assert again.startswith("to continue      python -m recipes.train model=unet_tiny trainer.accelerator=cpu")
-    *again, directory = shlex.split(again)[5:]  # without "to continue python -m recipes.train"
-    assert again[-2:] == [f"trainer.val_check_interval={interval}", "ckpt_path=last"]
-    assert directory == f"hydra.run.dir='{first}'"
+    again = shlex.split(again)[5:]  # without "to continue python -m recipes.train"
+    assert again[-3:] == [f"trainer.val_check_interval={interval}", "resume=auto", f"hydra.run.dir='{first}'"]
     assert "Traceback" not in shown.out + shown.err
     assert checkpoint(first)["global_step"] == batch
 
-    assert cli(monkeypatch, *again, f"hydra.run.dir='{second}'") == 0
-    whole, resumed = checkpoint(bf16_run), checkpoint(second)
+    assert cli(monkeypatch, *again) == 0
+    shown = capfd.readouterr().out
+    assert f"resume=auto: {first}/checkpoints/last.ckpt, step {batch}\n" in shown
+    whole, resumed = checkpoint(bf16_run), checkpoint(first)
     for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
         assert_same(whole[entry], resumed[entry], entry)
-    # Every validation ran exactly once; the one at the end on the same weights.
+    # Every validation ran exactly once; the one at the end on the same weights. Curves go on where they were.
     assert (resumed["global_step"], resumed["epoch"]) == (33, whole["epoch"])
-    validated = [
-        events(run).Tags()["scalars"].count("val/loss") and list(scalars(run, "val/loss")) for run in (first, second)
+    curves = EventAccumulator(str(first), size_guidance={"scalars": 0}).Reload()
+    validated = {event.step: event.value for event in curves.Scalars("val/loss")}
+    assert [event.step for event in curves.Scalars("val/loss")] == [
+        step for step in range(1, 34) if step % interval == 0 or step == 33
     ]
-    due = [step for step in range(1, 34) if step % interval == 0 or step == 33]
-    assert [v or [] for v in validated] == [[s for s in due if s <= batch], [s for s in due if s > batch]]
-    assert scalars(second, "val/loss")[33] == scalars(bf16_run, "val/loss")[33]
-    assert scalars(second, "train/loss")[29] == scalars(bf16_run, "train/loss")[29]
-    assert f"tensorboard --logdir '{second}'\n" in capfd.readouterr().out
+    assert validated[33] == scalars(bf16_run, "val/loss")[33]
+    assert [(event.step, event.value) for event in curves.Scalars("train/loss")] == sorted(
+        scalars(bf16_run, "train/loss").items()
+    )
+    assert len(curves.Scalars("hparams/val_loss")) == 1
+    assert f"tensorboard --logdir '{first}'\n" in shown
+    # What is complete is not run again.
+    assert cli(monkeypatch, *again) == 0
+    assert f"the run in {first} is complete" in capfd.readouterr().out
+    assert_same(checkpoint(first), resumed)
 
 
 def test_interruption_waits_for_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

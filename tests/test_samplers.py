@@ -15,8 +15,9 @@ from torch import Tensor
 
 from recipes import command_line, sample, train
 from recipes.config import build
+from recipes.denoising import Objective
 from recipes.dit import DiT
-from recipes.objective import DDPM, EDM, FlowMatching, Objective
+from recipes.objective import DDPM, EDM, FlowMatching
 from recipes.sampler import DDIMSampler, DPMPP2MSampler, EulerSampler, HeunSampler, Sampler, draw_samples, guided
 
 S = 0.5

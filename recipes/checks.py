@@ -1,0 +1,201 @@
+"""What is refused before anything is trained, because it would fail late, hang, or train something else.
+
+Here are the checks that take built objects to make: the network and the data, the trainer and its processes. Keys and
+values are compared with signatures before (`recipes.signatures`), and a checkpoint with the run in `recipes.resume`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.func import functional_call
+
+from lightning_mixprec import MasterWeightPrecision, PrecisionPlan
+from lightning_mixprec.float8_advice import refuse_device
+from recipes.config import ConfigError, refusals
+from recipes.diffusion import DiffusionModule
+from recipes.sampler import Sampler
+
+NEEDED = ("data", "model", "objective", "sampler", "precision", "trainer", "optimizer")
+"""Parts without which there is nothing to train."""
+
+
+def check_settings(config: dict[str, Any]) -> None:
+    """Refuse a configuration without one of its parts, a seed out of range, and two ways to resume at once."""
+    problems = [
+        f"{part} is missing: nothing builds it. Choose an option of the group, {part}=NAME; --help lists them."
+        for part in NEEDED
+        if not (isinstance(config.get(part), dict) and "_target_" in config[part])
+    ]
+    if not 0 <= config["seed"] < 2**32:
+        problems.append(f"seed={config['seed']} must be a whole number from 0 to {2**32 - 1}.")
+    if config.get("resume") and config.get("ckpt_path") not in (None, "auto"):
+        problems.append(
+            f"resume=auto chooses the checkpoint, and ckpt_path={config['ckpt_path']} names one. Leave one of them out."
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_shares(data: Any, ranks: int, accumulated: int) -> int:
+    """Images of one process in one batch; refuses a step that cannot be shared evenly."""
+    try:
+        return data.micro_batch(ranks, accumulated)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.{error} Processes are trainer.devices x trainer.num_nodes, accumulated batches "
+            "trainer.accumulate_grad_batches."
+        ) from error
+
+
+def check_masters(config: dict[str, Any], strategy: Any) -> None:
+    """Refuse masters of fewer bytes where shards are the masters."""
+    masters = config["precision"].get("masters", "fp32")
+    if isinstance(strategy, ModelParallelStrategy) and masters != "fp32":
+        raise ConfigError(
+            f"precision.masters={masters}: under strategy=fsdp2 the shards are fp32, and they are the masters. Write "
+            "precision.masters=fp32, or strategy=ddp."
+        )
+
+
+def check_batches(trainer: L.Trainer, data: Any) -> None:
+    """Refuse a batch that cannot be shared, an epoch without steps, and steps that would see another batch.
+
+    Lightning steps at the end of an epoch even if the accumulation is incomplete
+    (Lightning-AI/pytorch-lightning#21808), which would silently train with a smaller batch than asked for.
+    """
+    ranks, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            "GradientAccumulationScheduler: data.batch_size is the batch of every step. Write "
+            "trainer.accumulate_grad_batches=NUMBER instead."
+        )
+    micro_batch = check_shares(data, ranks, accumulated)
+    if data.steps_per_epoch == 0:
+        shares = ranks * accumulated
+        raise ConfigError(
+            f"data.batch_size={data.batch_size}: {len(data.train)} training samples do not fill one step. "
+            f"Choose data.batch_size <= {len(data.train) // shares * shares}."
+        )
+    batches = data.steps_per_epoch * accumulated
+    limit = trainer.limit_train_batches
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
+    if batches % accumulated:
+        nearest = " or ".join(
+            str(n) for n in (batches // accumulated * accumulated, -(-batches // accumulated) * accumulated) if n
+        )
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit}: an epoch has {batches} batches then, no multiple of "
+            f"trainer.accumulate_grad_batches={accumulated}, and Lightning steps at its end. Choose {nearest}."
+        )
+    if trainer.limit_val_batches == 0:
+        rank_zero_warn(
+            "trainer.limit_val_batches=0: without validation there is no validation loss, no sample grid and no "
+            "checkpoint. For a checkpoint per epoch write callbacks.last.save_on_train_epoch_end=true."
+        )
+    elif len(data.val) < ranks:
+        raise ConfigError(
+            f"{ranks} processes cannot share {len(data.val)} validation samples. Take fewer processes (trainer.devices,"
+            " trainer.num_nodes), or leave validation out: trainer.limit_val_batches=0."
+        )
+    if trainer.is_global_zero:
+        print(
+            f"{data.batch_size} images per step = {micro_batch} per batch x {ranks} process(es) x {accumulated} "
+            f"accumulated; {data.steps_per_epoch} steps per epoch"
+        )
+
+
+def check_model(config: dict[str, Any], module: DiffusionModule, shape: tuple[int, ...], classes: int) -> None:
+    """Refuse a network that was made for other images or labels: one call, on a device that computes nothing.
+
+    Args:
+        config: The whole configuration, for the error.
+        module: With the network, on any device.
+        shape: Of the data's images.
+        classes: Of the data.
+    """
+    if module.net.null_label != classes:
+        raise ConfigError(
+            f"model has {module.net.null_label} classes, the data have {classes}. Choose "
+            f"model.num_classes={classes}, or other data."
+        )
+    image = torch.zeros(1, *shape, device="meta")
+    state = {name: value.to("meta") for name, value in module.net.state_dict(keep_vars=True).items()}
+    with torch.no_grad(), refusals(config, "model"):
+        try:
+            found = functional_call(module.net, state, (image, image.new_zeros(1), image.new_zeros(1).long())).shape
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"it cannot take images of shape {list(shape)}: {error}") from error
+        if found != image.shape:
+            raise ValueError(f"images of shape {list(shape)} come out as {list(found[1:])}.")
+
+
+def check_sampler(config: dict[str, Any], sampler: Sampler, module: DiffusionModule) -> None:
+    """Refuse a sampler that the objective has no use for before an hour of training has passed."""
+    with refusals(config, "sampler"):
+        sampler.check(module.objective)
+
+
+def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
+    """Build optimizer and scheduler once for nothing: what they refuse is refused before processes and files exist."""
+    with refusals(config, "optimizer"):
+        optimizer = module.make_optimizer()
+    if module.make_scheduler is not None:
+        with refusals(config, "scheduler"):
+            module.make_scheduler(optimizer)
+
+
+def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
+    """Refuse processes that were not started as configured, and what a strategy cannot do, before they meet."""
+    strategy, trainer_config = trainer.strategy, config["trainer"]
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    environment = getattr(strategy, "cluster_environment", None)
+    started = 1  # from outside
+    if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():
+        started = int(os.environ["WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_NTASKS"])
+    if environment is None and started > 1:
+        raise ConfigError(
+            f"trainer.devices={trainer_config['devices']}: {started} processes were started, and each would train "
+            "alone. Write trainer.devices=NUMBER, the processes per node, and trainer.num_nodes=NUMBER."
+        )
+    if nodes > 1 and isinstance(environment, LightningEnvironment) and "NODE_RANK" not in os.environ:
+        raise ConfigError(
+            f"trainer.num_nodes={nodes}: nothing has started the other nodes, and this one would wait for them. Start "
+            f"every node with torchrun --nnodes={nodes} --nproc-per-node={devices} -m recipes.train ..., or all with "
+            "srun, or submit with -m hydra/launcher=slurm."
+        )
+    if environment is not None:
+        try:
+            environment.validate_settings(num_devices=devices, num_nodes=nodes)
+        except ValueError as error:
+            raise ConfigError(
+                f"trainer.devices={devices} and trainer.num_nodes={nodes}: {error} They must be what the launcher was "
+                "told: processes per node, and nodes."
+            ) from error
+
+
+def check_float8(plugin: MasterWeightPrecision, device: torch.device) -> None:
+    """Refuse fp8 on a device that does not have it, unless it is emulated."""
+    try:
+        refuse_device(plugin.policy, device)
+    except MisconfigurationException as error:
+        raise ConfigError(
+            f"precision.policy.emulate={plugin.policy.emulate}: {error} In a recipe these are precision=bf16 "
+            "and precision.policy.emulate=true."
+        ) from error
+
+
+def policy_plan(plugin: MasterWeightPrecision, module: DiffusionModule) -> PrecisionPlan:
+    """Which layer computes in which dtype; refuses layers that the network does not have before processes start."""
+    try:
+        return plugin.policy.resolve(module)
+    except ValueError as error:
+        raise ConfigError(f"precision.policy: {error}") from error

@@ -1,0 +1,367 @@
+"""What is written wrong, on the command line or in a file, is said before anything runs: all of it, and what to write.
+
+Also what stands in for a run: dry runs of every experiment, and the list of them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_recipes import ROOT, SHORT, cli
+from torch import nn
+
+from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
+from recipes import experiments, memory
+from recipes.config import ConfigError, build, build_all, check_targets
+from recipes.signatures import mismatch, signature_of
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], directory: Path, *arguments: str
+) -> list[str]:
+    """The problems that a command line is refused with, one by one."""
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr("lightning.Trainer.fit", lambda *args, **kwargs: pytest.fail("it trains"))
+    assert cli(monkeypatch, *arguments) == 2
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.out + shown.err
+    assert not [*directory.rglob("events.out.*"), *directory.rglob("*.ckpt")]
+    message = shown.err[shown.err.index("error: ") + len("error: ") :].strip()
+    if not (count := re.match(r"(\d+) things are wrong:\n", message)):
+        return [message]
+    problems = re.split(r"\n(?=\d+\. )", message[count.end() :])
+    assert len(problems) == int(count[1])
+    return [problem.partition(". ")[2] for problem in problems]
+
+
+def experiment(directory: Path, text: str, name: str = "planted") -> list[str]:
+    """An experiment in a file of its own, and how it is chosen."""
+    path = directory / "conf" / "experiment" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return ["--config-dir", str(directory / "conf"), f"experiment={name}"]
+
+
+# Everything in one go
+
+
+def test_all_mistakes_of_a_command_line_are_shown_together(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mistakes = {
+        "precision=fp61": "there is no precision 'fp61'. Did you mean 'fp16'?",
+        "trianer.max_steps=3": "unknown key 'trianer'. Did you mean 'trainer'?",
+        "trainer.max_stpes=3": "unknown key 'trainer.max_stpes'. Did you mean 'max_steps'",
+        "optimizer.lr=fast": "optimizer.lr=fast: torch.optim.AdamW takes a number.",
+        "+objective.sigma_dta=1": "unknown key 'objective.sigma_dta'. Did you mean 'sigma_data'",
+        "data.batch_size=12.5": "data.batch_size=12.5: recipes.data.DigitsDataModule takes a whole number.",
+        "optimizer.betas=[0.9]": "optimizer.betas=[0.9]: torch.optim.AdamW takes a list of 2.",
+        "dry_run=maybe": "dry_run=maybe: takes true or false or 'meta'.",
+        "seed=x": "seed=x: takes a whole number.",
+        "scheduler.start_factor=[": "scheduler.start_factor=[: ",
+        "callbacks.mine.colour=red": "unknown key 'callbacks.mine'.",
+        "hydra.run.dri=x": "unknown key 'hydra.run.dri'. Did you mean 'dir'?",
+    }
+    problems = refused(monkeypatch, capfd, tmp_path, *mistakes)
+    assert len(problems) == len(mistakes), problems
+    for text in mistakes.values():
+        assert sum(text in problem for problem in problems) == 1, (text, problems)
+
+
+def test_all_mistakes_of_an_experiment_file_are_shown_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chosen = experiment(
+        tmp_path,
+        """# @package _global_
+# Planted.
+defaults:
+  - digits_unte
+  - override /modle: unet_tiny
+  - override /objective: edmm
+trainer:
+  max_stpes: 5
+  log_every_n_steps: often
+sede: 3
+optimizer:
+  betas: 0.9
+callbacks:
+  best:
+    monitr: val/loss
+  mine: {colour: red}
+ema:
+  deecay: 0.9
+data:
+  batch_size: ${sead}
+""",
+    )
+    problems = refused(monkeypatch, capfd, tmp_path, *chosen, "sampler.steps=many")
+    expected = [
+        "defaults has 'experiment/digits_unte', and there is no such file. Did you mean 'digits_unet'",
+        "there is no group 'modle'. Did you mean 'model'",
+        "there is no objective 'edmm'. Did you mean 'edm'",
+        "unknown key 'trainer.max_stpes'. Did you mean 'max_steps'",
+        "trainer.log_every_n_steps=often: lightning.Trainer takes a whole number.",
+        "unknown key 'sede'. Did you mean 'seed'",
+        "optimizer.betas=0.9: torch.optim.AdamW takes a list.",
+        "unknown key 'callbacks.best.monitr'. Did you mean 'monitor'",
+        "unknown key 'callbacks.mine.colour'",
+        "unknown key 'ema.deecay'. Did you mean 'decay'",
+        "data.batch_size=${sead}: Interpolation key 'sead' not found",
+    ]
+    for text in expected:
+        (problem,) = [problem for problem in problems if text in problem]
+        assert "conf/experiment/planted.yaml" in problem
+    (typed,) = set(problems) - {problem for problem in problems if any(text in problem for text in expected)}
+    assert typed.startswith("sampler.steps=many: recipes.sampler.HeunSampler takes a whole number.")
+    assert "planted.yaml" not in typed
+
+
+def test_an_experiment_of_the_wrong_package_is_told_its_first_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    problems = refused(monkeypatch, capfd, tmp_path, *experiment(tmp_path, "seed: 3\n"))
+    assert "'# @package _global_'" in "".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# @package _global_\nseed: [\n", "experiment/planted.yaml is no YAML"),
+        ("# @package _global_\nseed: 1\nseed: 2\n", "duplicate key seed"),
+        ("# @package _global_\ndefaults:\n  - planted\n", "which is made of this file itself"),
+    ],
+)
+def test_files_that_cannot_be_read_are_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, expected: str
+) -> None:
+    assert expected in "".join(refused(monkeypatch, capfd, tmp_path, *experiment(tmp_path, text)))
+
+
+MISSING = {
+    "scheduler._target_=torch.optim.lr_scheduler.StepLR ~scheduler.start_factor ~scheduler.total_iters": [
+        "scheduler.step_size is missing: torch.optim.lr_scheduler.StepLR has no default.",
+        "Write scheduler.step_size=VALUE, a whole number.",
+    ],
+    "~model.in_channels ~model.num_classes": ["model.in_channels is missing", "model.num_classes is missing"],
+    "data.batch_size=??? optimizer.lr=???": ["data.batch_size is missing", "optimizer.lr is missing"],
+    "~model ~optimizer": ["model is missing", "optimizer is missing"],
+    "data=null": ["a group takes the name of an option. Choices: "],
+    "model=5": ["there is no model '5'"],
+    "callbacks.speed=5": ["callbacks.speed=5 builds nothing"],
+    "model._target_=recipes.unet.Unet": ["cannot be imported", "Did you mean 'UNet'?"],
+    "strategy.find_unused_parameters=true": ["unknown key 'strategy.find_unused_parameters'"],
+    "experiment=digits_unte": ["there is no experiment 'digits_unte'. Did you mean 'digits_unet'"],
+    "--config-dir nowhere": ["--config-dir nowhere: there is no such directory"],
+    "--config-name trian": ["--config-name trian: there is no file"],
+    "model=diffusers_unet2d model.block_out_chanels=[8]": ["Did you mean 'block_out_channels'"],
+    "resume=always": ["resume=always: takes 'auto'."],
+    "resume=auto ckpt_path=last": ["resume=auto chooses the checkpoint, and ckpt_path=last names one"],
+    "model.block_out_channels=[12] objective.gamma=0 sampler.steps=0": [
+        "block_out_channels=[12]",
+        "objective.gamma=0: recipes.objective.EDM refused",
+        "sampler.steps=0",
+    ],
+    "optimizer.lr=-1 scheduler.start_factor=2 model.num_classes=7": ["optimizer.lr=-1", "model has 7 classes"],
+}
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_what_is_missing_or_builds_nothing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    message = "\n".join(refused(monkeypatch, capfd, tmp_path, *line.split(), "trainer.accelerator=cpu"))
+    assert all(text in message for text in MISSING[line]), message
+
+
+def test_values_of_a_sweep_are_checked_for_all_jobs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    problems = refused(monkeypatch, capfd, tmp_path, "-m", "optimizer.lr=1e-3,x", "model=unet_tiny,unet_tny")
+    assert len(problems) == 2
+    assert any("optimizer.lr=x" in problem for problem in problems)
+    assert any("there is no model 'unet_tny'. Did you mean 'unet_tiny'" in problem for problem in problems)
+
+
+# Signatures
+
+
+def test_targets_without_hints_or_signatures_are_left_to_themselves() -> None:
+    assert signature_of("builtins.dict").takes_any
+    assert mismatch("text", signature_of("datetime.timedelta").hints.get("days", Any)) == ""
+
+
+def test_common_arguments_of_objectives_have_types() -> None:
+    """Of a dataclass, whose fields are annotated in several modules."""
+    for value in ({"weighting": "min_snrr"}, {"gamma": "x"}, {"prediction": "eps"}):
+        with pytest.raises(ConfigError, match=next(iter(value))):
+            check_targets({"objective": {"_target_": "recipes.objective.DDPM", **value}})
+    check_targets({"objective": {"_target_": "recipes.objective.DDPM", "clip": None, "gamma": 3}})
+
+
+def test_nothing_is_allowed_only_where_nothing_is_the_default() -> None:
+    adamw = {"_target_": "torch.optim.AdamW", "_partial_": True}
+    check_targets({"optimizer": adamw | {"foreach": None}})
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=None: torch\.optim\.AdamW takes a number"):
+        check_targets({"optimizer": adamw | {"lr": None}})
+
+
+def test_what_constructors_refuse_is_collected() -> None:
+    config = {"model": {"_target_": "recipes.unet.UNet", "in_channels": 1, "num_classes": 1, "block_out_channels": []}}
+    config |= {"objective": {"_target_": "recipes.objective.EDM", "gamma": 0}, "ema": None}
+    with pytest.raises(ConfigError) as caught:
+        build_all(config, ["model", "objective", "ema"])
+    assert len(caught.value.problems) == 2
+
+
+# Experiments
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_dry_runs_on_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    """Composes, validates and builds, for a cluster or not, without its data and without memory."""
+    monkeypatch.chdir(tmp_path)
+    assert cli(monkeypatch, f"experiment={name}", "dry_run=meta", f"hydra.run.dir={tmp_path}/run") == 0
+    shown = capfd.readouterr().out
+    assert "trained parameters" in shown
+    assert "default: output layer" in shown  # the precision table
+    rows = dict(line.split(maxsplit=1) for line in shown.splitlines() if line.endswith(("MB", "GB")))
+    assert {"weights", "masters", "gradients", "optimizer", "activations", "total"} <= rows.keys()
+    assert "unknown" not in shown
+    assert not [*tmp_path.rglob("events.out.*"), *tmp_path.rglob("*.ckpt")]
+
+
+def test_experiments_are_listed_with_their_purposes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = "# @package _global_\n# What I want.\ndefaults:\n  - digits_dit\nmodel:\n  hidden_size: 32\n"
+    mine = experiment(tmp_path, text, "mine")
+    monkeypatch.setattr("sys.argv", ["experiments", *mine[:2]])
+    experiments.main()
+    shown = capfd.readouterr().out
+    rows = {line.split()[0]: line for line in shown.splitlines() if line}
+    for name in EXPERIMENTS:
+        purpose = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().splitlines()[1].removeprefix("# ")
+        assert len(purpose) > 10
+        assert purpose.split()[0] in rows[name]
+    assert "What I want." in rows["mine"]
+    assert "dit_tiny" in rows["mine"]
+    assert rows["digits_unet"].endswith("0.65 M")
+    assert rows["mine"].endswith("0.05 M")
+
+
+def test_help_lists_experiments_with_their_purposes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(monkeypatch, "--help") == 0
+    shown = capfd.readouterr().out
+    assert re.search(r"digits_flow *: Flow matching on the digits", shown)
+    assert "precision: bf16, fp16, fp32" in shown
+
+
+# Memory
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split", "split24", "none"])
+def test_bytes_are_those_of_live_tensors(masters: Any) -> None:
+    """Weights, masters and state as counted beforehand, against what a training run really holds."""
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+            self.net[2].bias.requires_grad_(False)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(batch[0]).float().square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+    found = {}
+
+    class Look(L.Callback):
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            found["gradients"] = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            found["weights"] = sum(p.nbytes for p in module.parameters())
+            buckets = trainer.precision_plugin.master_weights
+            found["optimizer"] = memory.state_bytes(trainer.optimizers[0])
+            found["averages"] = sum(a.nbytes for a in trainer.callbacks[1].averages.values())
+            del buckets
+
+    plugin = MasterWeightPrecision(PrecisionPolicy("bf16"), masters=masters)
+    trainer = L.Trainer(
+        plugins=plugin, accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[Look(), MasterWeightAveraging()],
+    )  # fmt: skip
+    module = Module()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 64)), batch_size=4)
+    trainer.fit(module, data)
+    plan = plugin.policy.resolve(module)
+    with torch.device("meta"):
+        shadow = Module()
+    trained = [p for p in shadow.parameters() if p.requires_grad]
+    state = memory.state_bytes_of_a_step(trained, lambda: torch.optim.AdamW(trained))
+    counted = memory.count(module, plan, masters, optimizer=state, activations=None, averaged=True)
+    assert counted.weights == found["weights"]
+    assert counted.averages == found["averages"]
+    assert state is not None
+    assert state == pytest.approx(found["optimizer"], abs=64)  # step counts
+    halves = sum(
+        p.numel() for n, p in module.named_parameters() if p.requires_grad and plan.parameters[n].itemsize == 2
+    )
+    assert counted.masters == {"fp32": 4, "split": 2, "split24": 1, "none": 0}[masters] * halves
+    assert counted.total == counted.weights + counted.masters + counted.gradients + state + counted.averages
+
+
+def test_activations_are_what_backward_needs() -> None:
+    """A chain of layers by hand: each linear layer keeps its input, each SiLU too, views only once."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+    x = torch.randn(4, 8)
+    with memory.saved_for_backward(net) as saved:
+        net(x.view(2, 2, 8).view(4, 8)).square().mean()
+    assert saved.bytes == 4 * (4 * 8 + 4 * 16 + 4 * 16 + 4 * 8)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_meta_counts_what_a_real_batch_saves(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, precision: str
+) -> None:
+    rows = []
+    for kind in ("true", "meta"):
+        options = [*SHORT[:3], "model=dit_tiny", f"precision={precision}", f"dry_run={kind}", "data.batch_size=16"]
+        assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/{kind}") == 0
+        shown = capfd.readouterr().out
+        rows.append([line.split()[:2] for line in shown.splitlines() if line.endswith(" MB")])
+    assert len(rows[0]) == 7
+    for real, fake in zip(*rows, strict=True):
+        assert real[0] == fake[0]
+        assert float(fake[1]) == pytest.approx(float(real[1]), rel=0.05, abs=0.11), real[0]
+    assert not [*tmp_path.rglob("events.out.*"), *tmp_path.rglob("*.ckpt")]
+
+
+def test_an_unknown_optimizer_is_said_to_be_unknown() -> None:
+    weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    class Asks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return float(weight.sum())
+
+    assert memory.state_bytes_of_a_step([weight], lambda: Asks([weight])) is None
+    net = build({"model": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}}, "model")
+    counted = memory.count(
+        net, PrecisionPolicy("fp32").resolve(net), "fp32", optimizer=None, activations=0, averaged=False
+    )
+    assert re.search(r"optimizer +unknown", str(counted))
+    assert "at least" in str(counted)
