@@ -31,9 +31,11 @@ from torch.func import functional_call
 
 from lightning_mixprec import PrecisionPlan
 from recipes import command_line, resume, sweep
-from recipes.callbacks import RunRecord, SampleGrid, SaveOnInterruption
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.ending import SaveOnInterruption
+from recipes.run_record import RunRecord
+from recipes.sample_grid import SampleGrid
 
 NOISE = (
     ".*dirpath has changed from.*",  # every run has its own

@@ -1,0 +1,70 @@
+"""What a run was, kept with what it produced.
+
+It leaves out the lines printed at the end (`recipes.train`) and the results of a sweep (`recipes.sweep`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from omegaconf import OmegaConf
+
+from recipes.config import flatten
+
+FINAL = {
+    "hparams/val_loss": "val/loss",
+    "hparams/val_loss_raw": "val/loss_raw",
+    "hparams/train_loss": "train/loss",
+    "hparams/images_per_second": "perf/images_per_second",
+}
+"""Metrics of the HParams page, and where their final values are found."""
+
+NOT_COMPARED = ("callbacks.", "logger.", "hydra.")
+"""Keys that are paths and the like: in the configuration as text, but no column of the HParams page."""
+
+
+class RunRecord(L.Callback):
+    """Keep the resolved configuration with what it produced.
+
+    It is text in TensorBoard and `hparams.yaml` at the start, plain containers under `recipe` in every checkpoint (so
+    that `recipes.sample` can rebuild the network, and `torch.load(weights_only=True)` reads the file) with the number
+    of `processes` beside it, and one line of TensorBoard's HParams page with the final metrics at the end.
+
+    Args:
+        config: Plain dicts, lists and scalars.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the configuration as text."""
+        text = OmegaConf.to_yaml(OmegaConf.create(self.config))
+        for logger in self._writers(trainer):
+            logger.experiment.add_text("config", "\n".join("    " + line for line in text.splitlines()))
+            logger.hparams.update(self.config)  # what the logger writes to hparams.yaml
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the configuration to the checkpoint."""
+        checkpoint["recipe"] = self.config
+        checkpoint["processes"] = trainer.world_size
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write one HParams entry, with metrics that are real: those that were never measured are left out."""
+        found = {title: trainer.callback_metrics.get(name) for title, name in FINAL.items()}
+        metrics = {title: float(value) for title, value in found.items() if value is not None}
+        plugin = trainer.precision_plugin
+        for title, name in (("hparams/skipped_steps", "skipped_steps"), ("hparams/loss_scale", "loss_scale")):
+            if hasattr(plugin, name):
+                metrics[title] = float(getattr(plugin, name))
+        if not metrics:
+            return
+        compared = {name: value for name, value in flatten(self.config).items() if not name.startswith(NOT_COMPARED)}
+        for logger in self._writers(trainer):
+            logger.log_hyperparams(compared, metrics, step=trainer.global_step)
+
+    @staticmethod
+    def _writers(trainer: L.Trainer) -> list[TensorBoardLogger]:
+        return [x for x in trainer.loggers if trainer.is_global_zero and isinstance(x, TensorBoardLogger)]
