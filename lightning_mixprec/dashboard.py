@@ -18,16 +18,16 @@ from torch import Tensor
 from lightning_mixprec.layer_stats import exponent_edges
 
 Charts = dict[str, dict[str, list[str]]]
-"""Regular expressions of tags by the title of their chart, by the heading that it stands under."""
+"""Regular expressions of tags (`$` at the end: no others that begin so) by title of the chart, by heading."""
 
 VITALS: Charts = {
     "Precision": {
-        "health warnings": ["health/warnings"],
-        "loss scale": ["mixprec/loss_scale"],
-        "skipped batches": ["mixprec/skipped_total", "mixprec/consecutive_skips"],
-        "share of skipped batches": ["mixprec/skip_rate"],
-        "layers moved to fp32": ["mixprec/fp32_layers"],
-        "gradient norm": ["mixprec/grad_norm"],
+        "alerts, in words on the text page": ["alerts/precision"],
+        "loss scale": ["mixprec/loss_scale$"],
+        "skipped batches": ["mixprec/skipped_total$", "mixprec/consecutive_skips$"],
+        "share of skipped batches": ["mixprec/skip_rate$"],
+        "layers moved to fp32": ["mixprec/fp32_layers$"],
+        "gradient norm": ["mixprec/grad_norm$"],
     }
 }
 """The charts to look at first."""

@@ -9,7 +9,7 @@ What it leaves out: the numbers (:mod:`lightning_mixprec.layer_stats`) and loggi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_mixprec.layer_stats import LayerStats
@@ -44,7 +44,14 @@ class Limits:
 
 
 def run_warnings(
-    limits: Limits, *, skipped: int, batches: int, scale: float, fp16: bool, highest: float = 0.0
+    limits: Limits,
+    *,
+    skipped: int,
+    batches: int,
+    scale: float,
+    fp16: bool,
+    highest: float = 0.0,
+    moved: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """Rules about the whole run: a name for each, and what to say.
 
@@ -55,6 +62,7 @@ def run_warnings(
         scale: Loss scale.
         fp16: Whether there is a loss scale to speak of.
         highest: Greatest loss scale of the recent batches.
+        moved: Layers that were moved to fp32.
 
     Example:
         >>> [rule for rule, _ in run_warnings(Limits(), skipped=30, batches=100, scale=2.0, fp16=True)]
@@ -66,6 +74,12 @@ def run_warnings(
             f"{skipped} of the last {batches} batches overflowed and were skipped; routine is below "
             f"{limits.skip_rate:.0%}. Their data is not trained on. Look at mixprec/overflow for the layers; "
             "fallback='auto' moves a bad one to fp32, DynamicLossScaler(growth_interval=...) probes less often.",
+        )
+    if moved:
+        yield (
+            "fallback",
+            f"{', '.join(map(repr, moved))} overflowed and computes in fp32 from now on; mixprec/fallback says why. "
+            f"Start the next run with PrecisionPolicy(fp32={list(moved)}).",
         )
     if fp16 and highest > scale * 2**limits.halvings:
         yield (
@@ -101,7 +115,7 @@ def layer_warnings(
         before: Most headroom of each layer's activations so far, in bits.
         fp16: Whether it is fp16 that they compute in.
         settled: Whether training is past its first batches. Where a last layer begins at zero, as it does in many
-            networks, the layers before it have no gradients at first.
+            networks, the layers before it have next to no gradients at first.
 
     Example:
         >>> [rule for rule, _ in layer_warnings(Limits(), {"fc": LayerStats(activation_headroom=0.5)}, 1.0)]
@@ -127,7 +141,7 @@ def layer_warnings(
             f"{layers[name].activation:.3g}; {layers[name].activation_headroom:.1f} bits are left before overflow. "
             f"Normalise them (in attention: queries and keys), or PrecisionPolicy(fp32=[{name!r}]).",
         )
-    small = {name: layer.zero + layer.subnormal for name, layer in layers.items() if _vanishes(layer, settled)}
+    small = {name: layer.zero + layer.subnormal for name, layer in layers.items() if settled and _vanishes(layer)}
     name = max(small, key=small.__getitem__, default="")
     if name and small[name] > limits.vanished:
         remedy = (
@@ -137,14 +151,14 @@ def layer_warnings(
         )
         yield (
             "vanished",
-            f"{small[name]:.0%} of the gradients of {name!r} are zero or subnormal at loss scale {scale:g}. If the layer "
-            f"is meant to train, {remedy}",
+            f"{small[name]:.0%} of the gradients of {name!r} are zero or subnormal at loss scale {scale:g}. If the "
+            f"layer is meant to train, {remedy}",
         )
 
 
-def _vanishes(layer: LayerStats, settled: bool) -> bool:
-    """Whether zeros are likely to be flushed numbers: these have subnormal neighbours, true zeros do not."""
-    return layer.subnormal > 0.05 or (settled and layer.gradient == 0)
+def _vanishes(layer: LayerStats) -> bool:
+    """Whether zeros are likely to be flushed numbers: these have subnormal neighbours, true zeros have others."""
+    return layer.subnormal > 0.05 or layer.gradient == 0
 
 
 def _or(value: float, default: float) -> float:

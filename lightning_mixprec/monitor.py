@@ -64,7 +64,7 @@ class PrecisionMonitor(Callback):
     text (``mixprec/plan``, ``mixprec/overflow``), and a layout for the custom-scalars page.
 
     What is worth acting on is said once, in words (:mod:`lightning_mixprec.health`), in the log and in TensorBoard's
-    text ``health/warnings``, which is also a curve: how much was said so far. The progress bar shows scale and skipped
+    text ``alerts/precision``, which is also a curve: how much was said so far. The progress bar shows scale and skipped
     batches, and a run that ends says what it has learned (``mixprec/learned``). Steps that are not logged cost nothing.
 
     An attribute ``custom_scalars`` of the module or of another callback adds charts to the page:
@@ -212,11 +212,12 @@ class PrecisionMonitor(Callback):
             scale=read[0],
             fp16=fp16,
             highest=max(scale for _, scale in self._recent_scales),
+            moved=plugin.fp32_layers,
         )
         self._say(trainer, found, step)
         # Straight to the loggers: `self.log` would repeat the last norm for a step that has none.
         metrics = {f"mixprec/{name}": value for name, value in values.items()}
-        metrics["health/warnings"] = float(len(self._said))
+        metrics["alerts/precision"] = float(len(self._said))
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
@@ -274,7 +275,7 @@ class PrecisionMonitor(Callback):
                 log.warning(text)
             for logger in tensorboards(trainer):
                 said = "\n\n".join(f"**{rule}** {text}" for rule, text in self._said.items())
-                logger.experiment.add_text("health/warnings", said, step)
+                logger.experiment.add_text("alerts/precision", said, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the run has learned about precision, in a few lines."""

@@ -45,9 +45,9 @@ class DiffusionModule(L.LightningModule):
 
     custom_scalars: ClassVar = {
         "Loss": {
-            "training loss": ["train/loss"],
+            "training loss": ["train/loss$"],
             "training loss by noise, q1 the least": ["train/loss_q.*"],
-            "validation loss, averaged and raw weights": ["val/loss", "val/loss_raw"],
+            "validation loss, averaged and raw weights": ["val/loss$", "val/loss_raw$"],
             "validation loss by noise, q1 the least": ["val/loss_q.*"],
         }
     }

@@ -56,5 +56,15 @@ class ProgressLine(TQDMProgressBar):
         self._last = now
         steps = f"/{trainer.max_steps}" if trainer.max_steps != -1 else ""
         shown = [f"epoch {trainer.current_epoch}", f"step {trainer.global_step}{steps}"]
-        shown += [f"{name} {value:.4g}" for name, value in trainer.progress_bar_metrics.items()]
+        shown += [f"{name} {short(float(value))}" for name, value in trainer.progress_bar_metrics.items()]
         print("  ".join(shown), flush=True)
+
+
+def short(value: float) -> str:
+    """Four digits, but whole numbers in full.
+
+    Example:
+        >>> short(32768.0), short(0.44271)
+        ('32768', '0.4427')
+    """
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"

@@ -16,13 +16,41 @@ from recipes.config import flatten
 FINAL = {
     "hparams/val_loss": "val/loss",
     "hparams/val_loss_raw": "val/loss_raw",
-    "hparams/train_loss": "train/loss",
+    "hparams/train_loss": "train/loss_epoch",
     "hparams/images_per_second": "perf/images_per_second",
 }
 """Metrics of the HParams page, and where their final values are found."""
 
-NOT_COMPARED = ("callbacks.", "logger.", "hydra.")
-"""Keys that are paths and the like: in the configuration as text, but no column of the HParams page."""
+NOT_COMPARED = (
+    "callbacks",
+    "logger",
+    "ckpt_path",
+    "dry_run",
+    "trainer.default_root_dir",
+    "trainer.enable_model_summary",
+)
+"""What no run is compared by; it stands in the configuration as text."""
+
+
+def compared(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as columns of a table: constructors by the name of their class, under the key they are for.
+
+    Args:
+        config: Plain dicts, lists and scalars.
+
+    Example:
+        >>> compared({"model": {"_target_": "recipes.unet.UNet", "in_channels": 1}, "dry_run": False})
+        {'model': 'UNet', 'model.in_channels': 1}
+    """
+    columns = {}
+    for name, value in flatten({key: node for key, node in config.items() if key not in NOT_COMPARED}).items():
+        if name.endswith("._target_"):
+            name, value = name.removesuffix("._target_"), value.rpartition(".")[2]
+        if not name.endswith("._partial_") and name not in NOT_COMPARED:
+            columns[name] = value
+    if "precision.policy.compute" in columns:
+        columns["precision"] = columns.pop("precision.policy.compute")
+    return columns
 
 
 class RunRecord(L.Callback):
@@ -61,9 +89,8 @@ class RunRecord(L.Callback):
                 metrics[title] = float(getattr(plugin, name))
         if not metrics:
             return
-        compared = {name: value for name, value in flatten(self.config).items() if not name.startswith(NOT_COMPARED)}
         for logger in self._writers(trainer):
-            logger.log_hyperparams(compared, metrics, step=trainer.global_step)
+            logger.log_hyperparams(compared(self.config), metrics, step=trainer.global_step)
 
     @staticmethod
     def _writers(trainer: L.Trainer) -> list[TensorBoardLogger]:
