@@ -204,7 +204,8 @@ class PrecisionMonitor(Callback):
             self._recent_scales.popleft()
         fp16 = plugin.compute_dtype == torch.float16
         shown = {"scale": read[0], "skipped": read[2]} if fp16 else {"skipped": read[2]}
-        pl_module.log_dict(shown, prog_bar=True, logger=False)
+        # Tensors on the host: Lightning reads what the progress bar shows after every batch.
+        pl_module.log_dict({name: torch.tensor(value) for name, value in shown.items()}, prog_bar=True, logger=False)
         found = run_warnings(
             self.limits,
             skipped=skipped,

@@ -124,8 +124,7 @@ class DiffusionModule(L.LightningModule):
         """Count the losses in, unless the update that they belong to was skipped; log them at Lightning's steps.
 
         A skipped batch taught the weights nothing, and its loss may be infinite: a mean with it in it would be too.
-        Loggers get the mean over all samples of all ranks since they were logged (or since the epoch began), in total
-        and by noise; the progress bar and callbacks that of the last batch of this rank.
+        The mean is over all samples of all ranks since it was logged last, or since the epoch began.
         """
         if self.trainer.fit_loop._should_accumulate():
             return
@@ -135,11 +134,14 @@ class DiffusionModule(L.LightningModule):
         else:
             for losses, time in taken:
                 self._train.add(losses, time)
-            self.log("train/loss", taken[-1][0].mean(), prog_bar=True, logger=False)
-        if self.trainer.loggers and self.trainer._logger_connector.should_update_logs:
-            means = {f"train/{name}": mean for name, mean in self._logged().items()}
+        if self.trainer._logger_connector.should_update_logs:
+            means = self._logged()
             for logger in self.trainer.loggers:
-                logger.log_metrics(means, step=self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+                step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+                logger.log_metrics({f"train/{name}": mean for name, mean in means.items()}, step=step)
+            if means:
+                # A tensor on the host: Lightning reads what the progress bar shows after every batch.
+                self.log("train/loss", torch.tensor(means["loss"]), prog_bar=True, logger=False)
 
     def _logged(self) -> dict[str, float]:
         """Means over all ranks of what was counted, which then counts for the epoch. All ranks call this."""

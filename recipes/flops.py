@@ -33,7 +33,10 @@ def training_flops(net: nn.Module, image_shape: tuple[int, ...]) -> int:
         >>> training_flops(UNet(in_channels=1, num_classes=10), (1, 8, 8)) // 10**6
         0
     """
-    state = {name: value.to("meta") for name, value in net.state_dict(keep_vars=True).items()}
+    state = {
+        name: value.to("meta", torch.float32 if value.is_floating_point() else value.dtype)
+        for name, value in net.state_dict(keep_vars=True).items()
+    }
     image = torch.zeros(1, *image_shape, device="meta")
     counter = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), torch.no_grad(), counter:

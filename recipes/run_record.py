@@ -12,12 +12,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
 from recipes.config import flatten
+from recipes.speed import SpeedMonitor
 
 FINAL = {
     "hparams/val_loss": "val/loss",
     "hparams/val_loss_raw": "val/loss_raw",
     "hparams/train_loss": "train/loss_epoch",
-    "hparams/images_per_second": "perf/images_per_second",
 }
 """Metrics of the HParams page, and where their final values are found."""
 
@@ -83,6 +83,9 @@ class RunRecord(L.Callback):
         """Write one HParams entry, with metrics that are real: those that were never measured are left out."""
         found = {title: trainer.callback_metrics.get(name) for title, name in FINAL.items()}
         metrics = {title: float(value) for title, value in found.items() if value is not None}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SpeedMonitor) and callback.rates:
+                metrics["hparams/images_per_second"] = callback.rates["images_per_second"]
         plugin = trainer.precision_plugin
         for title, name in (("hparams/skipped_steps", "skipped_steps"), ("hparams/loss_scale", "loss_scale")):
             if hasattr(plugin, name):

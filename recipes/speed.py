@@ -36,6 +36,10 @@ class SpeedMonitor(L.Callback):
 
     The device is waited for at logging steps alone.
 
+    Attributes:
+        flops_per_image: Floating-point operations of forward and backward.
+        rates: What was logged last, without `perf/`.
+
     Example:
         >>> trainer = L.Trainer(callbacks=SpeedMonitor(), accelerator="cpu", logger=False, enable_checkpointing=False)
     """
@@ -51,6 +55,7 @@ class SpeedMonitor(L.Callback):
 
     def __init__(self) -> None:
         self.flops_per_image = 0
+        self.rates: dict[str, float] = {}
         self._peak: int | None = None  # FLOP/s of one device
         self._reset(None)
 
@@ -111,7 +116,10 @@ class SpeedMonitor(L.Callback):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # else the clock would be ahead of it
         self._stop()
-        pl_module.log_dict({f"perf/{name}": value for name, value in self._rates(trainer, device).items()})
+        self.rates = self._rates(trainer, device)
+        for logger in trainer.loggers:
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            logger.log_metrics({f"perf/{name}": value for name, value in self.rates.items()}, step=step)
         self._reset(time.perf_counter())
 
     def _rates(self, trainer: L.Trainer, device: torch.device) -> dict[str, float]:
