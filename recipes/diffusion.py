@@ -116,7 +116,7 @@ class DiffusionModule(L.LightningModule):
         return losses.mean()
 
     def on_train_epoch_start(self) -> None:
-        """Start new means; a run resumed in the middle of an epoch starts them there."""
+        """Start new means; in a run resumed in the middle of an epoch Lightning does not call this."""
         self._step, self._train = [], LossSums(self._edges.to(self.device))
         self._epoch_loss, self._epoch_samples, self._epoch_skipped = 0.0, 0.0, 0
 
@@ -162,6 +162,25 @@ class DiffusionModule(L.LightningModule):
             self.log("train/loss", mean, logger=False)
             self.log("train/loss_epoch", mean)
         self.log("train/skipped_batches", self.trainer.strategy.reduce(skipped, reduce_op="sum"))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what was counted, under `losses`: a resumed run then logs what the uninterrupted one does.
+
+        It is this rank's share, so that no rank waits for others here; with several, the others' begin anew.
+        """
+        checkpoint["losses"] = {
+            "totals": self._train.totals.cpu(),
+            "pending": [(losses.cpu(), time.cpu()) for losses, time in self._step],
+            "epoch": [self._epoch_loss, self._epoch_samples, self._epoch_skipped],
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting, on the rank that has saved."""
+        held = checkpoint.get("losses")  # checkpoints of other modules have none
+        if held is not None and self.global_rank == 0:
+            self._train.totals = held["totals"].clone()
+            self._step = [(losses.to(self.device), time.to(self.device)) for losses, time in held["pending"]]
+            self._epoch_loss, self._epoch_samples, self._epoch_skipped = held["epoch"]
 
     def on_validation_epoch_start(self) -> None:
         """Start new means."""
