@@ -93,7 +93,8 @@ def photograph(logdir: Path, pictures: Path, browser: str) -> list[Path]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", str(port)],
+        [sys.executable, "-m", "tensorboard.main", "--logdir", logdir.name, "--host", "127.0.0.1", "--port", str(port)],
+        cwd=logdir.parent,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

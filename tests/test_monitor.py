@@ -167,7 +167,7 @@ def test_health_says_what_to_do_once(caplog, tmp_path):
     said = [record.getMessage() for record in caplog.records]
     assert sum("batches overflowed and were skipped" in text for text in said) == 1
     assert sum("The loss scale is" in text and "train in bf16" in text for text in said) == 1
-    assert sum("The loss scale fell from 32768 to 256 within the last 7 batches" in text for text in said) == 1
+    assert sum("The loss scale fell from 32768 to 256 within the last 8 batches" in text for text in said) == 1
     # The same in TensorBoard, as a curve of how much was said, and in words.
     alerts = read_events(tmp_path)["alerts/precision"]
     assert alerts == sorted(alerts)
@@ -176,11 +176,8 @@ def test_health_says_what_to_do_once(caplog, tmp_path):
     text = events.Tensors("alerts/precision/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert [rule in text for rule in ("**scale_drop**", "**skips**", "**scale**")] == [True] * 3
     # A run that ends with an error has learned something too.
-    assert (
-        sum("precision        fp16" in record.getMessage() for record in caplog.records) == 0
-    )  # caplog: warnings only
     (learned,) = events.Tensors("mixprec/learned/text_summary")
-    assert b"0 steps, 40 skipped (100.0%)" in learned.tensor_proto.string_val[0]
+    assert b"0 steps, 30 skipped (100.0%)" in learned.tensor_proto.string_val[0]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ def test_advice_is_for_the_dtype_that_is_used():
 
 
 def test_growing_activations_are_named_before_they_overflow(caplog, tmp_path):
-    """Of one layer, doubled every batch: 2^3 at first; said where less than 5 bits of fp16's 16 are left."""
+    """Of one layer, doubled every batch: 2^3 at first; said where less than 5 bits are left to 65504."""
 
     class Grows(L.LightningModule):
         def __init__(self):
@@ -240,8 +237,8 @@ def test_growing_activations_are_named_before_they_overflow(caplog, tmp_path):
     with caplog.at_level(logging.WARNING):
         make_trainer(plugin, **options).fit(Grows(), loader([torch.ones(1, 1)] * 12))
     (said,) = [text for record in caplog.records if "have grown" in (text := record.getMessage())]
-    assert "'net.0' have grown 512-fold" in said
-    assert "reach 4.1e+03; 4.0 bits" in said
+    assert "'net.0' have grown 256-fold" in said
+    assert "reach 2.05e+03; 5.0 bits" in said
 
 
 def test_other_parts_add_charts_to_the_page(tmp_path):
