@@ -31,7 +31,7 @@ def training_flops(net: nn.Module, image_shape: tuple[int, ...]) -> int:
     Example:
         >>> from recipes.unet import UNet
         >>> training_flops(UNet(in_channels=1, num_classes=10), (1, 8, 8)) // 10**6
-        0
+        91
     """
     state = {
         name: value.to("meta", torch.float32 if value.is_floating_point() else value.dtype)

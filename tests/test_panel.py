@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import launch
-from test_recipes import SHORT, checkpoint, cli, events, overflow, reference_losses, reference_validation_loss, scalars
+from test_recipes import (
+    ROOT,
+    SHORT,
+    checkpoint,
+    cli,
+    events,
+    overflow,
+    reference_losses,
+    reference_validation_loss,
+    scalars,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -483,6 +494,14 @@ def test_one_hparams_entry_with_what_came_out(monkeypatch: pytest.MonkeyPatch, t
             list(scalars(tmp_path / "run", tag).values())[-1]
         ]
     assert list(scalars(tmp_path / "run", "hparams/skipped_steps").values()) == [0]
+    documented = (ROOT / "recipes" / "README.md").read_text()
+    for tag in log.Tags()["scalars"] + log.Tags()["histograms"]:  # what is written is what the documentation lists
+        group, _, _ = tag.partition("/")
+        layer = group.startswith("mixprec_")
+        known = f"`{group}/{'GROUP' if group.endswith('exponents') else 'LAYER'}`" if layer else f"`{tag}`"
+        known = {"hparams": "`hparams/*`", "lr-AdamW": "`lr-OPTIMIZER`"}.get(group, known)
+        known = re.sub(r"loss_q[23]", "loss_q4", known)
+        assert known in documented or tag == "epoch", tag
     layout = log.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     for heading in (b"Precision", b"Loss", b"Speed", b"Layers"):
         assert heading in layout
