@@ -166,7 +166,7 @@ class DiffusionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what was counted, under `losses`: a resumed run then logs what the uninterrupted one does.
 
-        It is this rank's share, so that no rank waits for others here; with several, the others' begin anew.
+        What was logged is of all ranks. What was not yet is this rank's share, so that none waits for others here.
         """
         checkpoint["losses"] = {
             "totals": self._train.totals.cpu(),
@@ -175,12 +175,14 @@ class DiffusionModule(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on counting, on the rank that has saved."""
+        """Go on counting: all ranks from what was logged, rank 0 also from its own share."""
         held = checkpoint.get("losses")  # checkpoints of other modules have none
-        if held is not None and self.global_rank == 0:
+        if held is None:
+            return
+        self._epoch_loss, self._epoch_samples, self._epoch_skipped = held["epoch"]
+        if self.global_rank == 0:
             self._train.totals = held["totals"].clone()
             self._step = [(losses.to(self.device), time.to(self.device)) for losses, time in held["pending"]]
-            self._epoch_loss, self._epoch_samples, self._epoch_skipped = held["epoch"]
 
     def on_validation_epoch_start(self) -> None:
         """Start new means."""

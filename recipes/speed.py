@@ -66,8 +66,9 @@ class SpeedMonitor(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Count the FLOPs, while the network is whole and fp32."""
-        if stage == "fit" and isinstance(pl_module, DiffusionModule):
-            self.flops_per_image = training_flops(pl_module.net, trainer.datamodule.image_shape)  # type: ignore[attr-defined]
+        shape = getattr(trainer.datamodule, "image_shape", None)  # type: ignore[attr-defined]
+        if stage == "fit" and isinstance(pl_module, DiffusionModule) and shape is not None:
+            self.flops_per_image = training_flops(pl_module.net, shape)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the peak, or say why there is none."""

@@ -136,6 +136,30 @@ def test_validation_loss_of_raw_and_averaged_weights(monkeypatch: pytest.MonkeyP
         assert scalars(run, f"val/loss_q{part}")[12] == pytest.approx(float(losses[inside].mean()), rel=1e-5)
 
 
+def test_sums_go_through_a_checkpoint() -> None:
+    """Every field at a value of its own; only rank 0 takes the share that was its."""
+
+    class Second(DiffusionModule):
+        global_rank = 1  # type: ignore[assignment]
+
+    made = [
+        kind(Small(), EDM(), lambda params: torch.optim.SGD(params, lr=0.1))
+        for kind in (DiffusionModule, DiffusionModule, Second)
+    ]
+    made[0]._train.add(torch.tensor([2.0]), torch.tensor([0.01]))
+    made[0]._step = [(torch.tensor([3.0]), torch.tensor([0.02]))]
+    made[0]._epoch_loss, made[0]._epoch_samples, made[0]._epoch_skipped = 8.0, 4.0, 5
+    saved: dict[str, Any] = {}
+    made[0].on_save_checkpoint(saved)
+    for module in made[1:]:
+        module.on_load_checkpoint(saved)
+        assert (module._epoch_loss, module._epoch_samples, module._epoch_skipped) == (8.0, 4.0, 5)
+    assert made[1]._train.means() == {"loss": 2.0, "loss_q1": 2.0}
+    assert made[1]._step == made[0]._step
+    assert made[2]._train.means() == {}
+    assert made[2]._step == []
+
+
 def test_without_averaging_there_is_one_validation_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = ["ema=none", "trainer.max_steps=2", "~callbacks.samples"]
     assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
