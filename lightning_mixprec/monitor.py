@@ -3,8 +3,9 @@
 Why it exists: a run whose loss scale nobody watches dies unseen, and what low precision does to each layer shows in
 numbers that no stock callback takes.
 
-What it leaves out: taking them (:mod:`lightning_mixprec.layer_stats`) and judging them
-(:mod:`lightning_mixprec.health`).
+What it leaves out: taking them (:mod:`lightning_mixprec.layer_stats`), judging them
+(:mod:`lightning_mixprec.health`), what only TensorBoard can show (:mod:`lightning_mixprec.dashboard`) and what remains
+of them when the run is over (:mod:`lightning_mixprec.lessons`).
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mixprec.dashboard import add_exponents, add_layout, by_group, charts, tensorboards
 from lightning_mixprec.health import Limits, layer_warnings, run_warnings
-from lightning_mixprec.layer_stats import BatchStats, LayerStats, exponent_edges
+from lightning_mixprec.layer_stats import BatchStats, LayerStats
+from lightning_mixprec.lessons import lessons
 from lightning_mixprec.precision import MasterWeightPrecision
 from lightning_mixprec.shards import local
 
 log = logging.getLogger(__name__)
 
 _RECENT = 1000  # batches over which the rate of skips is taken
+_SETTLED = 50  # batches after which layers without gradients are worth a word
 _EVENTS = 50  # overflows that are written as text
 _FIELDS = {
     "activation_max": "activation",
@@ -40,15 +43,6 @@ _FIELDS = {
     "gradient_subnormal_share": "subnormal",
     "update_lost_share": "lost",
     "non_finite": "non_finite",
-}
-_LAYOUT = {
-    "Precision": {
-        "loss scale": ["Multiline", ["mixprec/loss_scale"]],
-        "skipped batches": ["Multiline", ["mixprec/skipped_total", "mixprec/consecutive_skips"]],
-        "layers moved to fp32": ["Multiline", ["mixprec/fp32_layers"]],
-        "gradient norm": ["Multiline", ["mixprec/grad_norm"]],
-    },
-    "Layers": {title: ["Multiline", [f"mixprec_{title}/.*"]] for title in _FIELDS},
 }
 
 
@@ -69,8 +63,12 @@ class PrecisionMonitor(Callback):
     exponents (``mixprec_activation_exponents/GROUP``, ``mixprec_gradient_exponents/GROUP``), the plan and overflows as
     text (``mixprec/plan``, ``mixprec/overflow``), and a layout for the custom-scalars page.
 
-    What is worth acting on is said once, in words, in the log (:mod:`lightning_mixprec.health`); the progress bar shows
-    scale and skipped batches, and a run that ends says what it has learned. Steps that are not logged cost nothing.
+    What is worth acting on is said once, in words (:mod:`lightning_mixprec.health`), in the log and in TensorBoard's
+    text ``alerts/precision``, which is also a curve: how much was said so far. The progress bar shows scale and skipped
+    batches, and a run that ends says what it has learned (``mixprec/learned``). Steps that are not logged cost nothing.
+
+    An attribute ``custom_scalars`` of the module or of another callback adds charts to the page:
+    ``{"Heading": {"title of a chart": ["tag", "regular/expression.*"]}}``.
 
     Args:
         layers_every_n_steps: Batches between two looks at every layer, the first of them at batch 1, 2, 4, 8, ...; None
@@ -100,8 +98,10 @@ class PrecisionMonitor(Callback):
         self._grad_norm: Tensor | None = None  # fp32 []
         self._stats: BatchStats | None = None
         self._recent: deque[bool] = deque(maxlen=_RECENT)
+        self._recent_scales: deque[tuple[int, float]] = deque()  # batch and scale, where they were logged
+        self._most_headroom: dict[str, float] = {}  # bits of each layer's activations, over all looks
         self._events = 0
-        self._said: set[str] = set()
+        self._said: dict[str, str] = {}  # by rule
         self._scales: tuple[float, float, float] | None = None  # first, least and greatest that were logged
 
     # When to look
@@ -120,14 +120,16 @@ class PrecisionMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew, and show what computes in which dtype."""
         self._batches, self._events, self._scales = 0, 0, None
+        self.layers, self._most_headroom = {}, {}
         self._recent.clear()
+        self._recent_scales.clear()
         self._said.clear()
         plugin = _plugin(pl_module)
         if plugin is not None and plugin.plan is not None:
             table = "\n".join(f"    {line}" for line in str(plugin.plan).splitlines())
-            for logger in _tensorboards(trainer):
+            for logger in tensorboards(trainer):
                 logger.experiment.add_text("mixprec/plan", table, 0)
-                logger.experiment.add_custom_scalars(_LAYOUT)
+                add_layout(logger.experiment, charts(trainer, pl_module, _FIELDS))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the scale that this batch will use; hook the layers, if this batch is looked at."""
@@ -195,17 +197,30 @@ class PrecisionMonitor(Callback):
         }
         if self._grad_norm is not None:
             values["grad_norm"] = read[1]
-        # Straight to the loggers: `self.log` would repeat the last norm for a step that has none.
-        metrics = {f"mixprec/{name}": value for name, value in values.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
         first, least, greatest = self._scales or (read[0],) * 3
         self._scales = (first, min(least, read[0]), max(greatest, read[0]))
+        self._recent_scales.append((self._batches, read[0]))
+        while self._recent_scales[0][0] <= self._batches - _RECENT:
+            self._recent_scales.popleft()
         fp16 = plugin.compute_dtype == torch.float16
         shown = {"scale": read[0], "skipped": read[2]} if fp16 else {"skipped": read[2]}
-        pl_module.log_dict(shown, prog_bar=True, logger=False)
-        batches = len(self._recent)
-        self._say(run_warnings(self.limits, skipped=skipped, batches=batches, scale=read[0], fp16=fp16))
+        # Tensors on the host: Lightning reads what the progress bar shows after every batch.
+        pl_module.log_dict({name: torch.tensor(value) for name, value in shown.items()}, prog_bar=True, logger=False)
+        found = run_warnings(
+            self.limits,
+            skipped=skipped,
+            batches=len(self._recent),
+            scale=read[0],
+            fp16=fp16,
+            highest=max(scale for _, scale in self._recent_scales),
+            moved=plugin.fp32_layers,
+        )
+        self._say(trainer, found, step)
+        # Straight to the loggers: `self.log` would repeat the last norm for a step that has none.
+        metrics = {f"mixprec/{name}": value for name, value in values.items()}
+        metrics["alerts/precision"] = float(len(self._said))
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
     def _log_layers(self, trainer: Trainer, plugin: MasterWeightPrecision, stats: BatchStats, step: int) -> None:
         stats.stop()
@@ -220,13 +235,25 @@ class PrecisionMonitor(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        for logger in _tensorboards(trainer):
-            for (group, what), counts in _by_group(stats.exponents).items():
-                _add_exponents(logger, f"mixprec_{what}_exponents/{group}", counts, step)
+        for logger in tensorboards(trainer):
+            for (group, what), counts in by_group(stats.exponents).items():
+                add_exponents(logger.experiment, f"mixprec_{what}_exponents/{group}", counts, step)
         if not plugin.step_was_skipped:
             scale = float(self._scale_used) if self._scale_used is not None else 1.0
             narrow = {n: layer for n, layer in self.layers.items() if plugin.plan and plugin.plan[n] != torch.float32}
-            self._say(layer_warnings(self.limits, narrow, scale))
+            found = layer_warnings(
+                self.limits,
+                narrow,
+                scale,
+                self._most_headroom,
+                fp16=plugin.compute_dtype == torch.float16,
+                settled=self._batches >= _SETTLED,
+            )
+            self._say(trainer, found, step)
+            for name, layer in self.layers.items():
+                if math.isfinite(layer.activation_headroom):
+                    most = self._most_headroom.get(name, layer.activation_headroom)
+                    self._most_headroom[name] = max(most, layer.activation_headroom)
 
     def _note_overflow(self, trainer: Trainer, plugin: MasterWeightPrecision, step: int) -> None:
         if self._events >= _EVENTS or not trainer.loggers:
@@ -236,46 +263,42 @@ class PrecisionMonitor(Callback):
         shown = ", ".join(names[-3:]) + (" and others" if len(names) > 3 else "")
         scale = float(self._scale_used) if self._scale_used is not None else 1.0
         text = f"batch {self._batches}: skipped at loss scale {scale:g}; non-finite gradients of {len(names)}: {shown}"
-        for logger in _tensorboards(trainer):
+        for logger in tensorboards(trainer):
             logger.experiment.add_text("mixprec/overflow", text, step)
 
-    def _say(self, warnings: Iterator[tuple[str, str]]) -> None:
+    def _say(self, trainer: Trainer, warnings: Iterator[tuple[str, str]], step: int) -> None:
+        """What was not said before: in the log and in TensorBoard, by rank 0 for all."""
         for rule, text in warnings:
-            if rule not in self._said:
-                self._said.add(rule)
+            if rule in self._said:
+                continue
+            self._said[rule] = text
+            if trainer.is_global_zero:
                 log.warning(text)
+            for logger in tensorboards(trainer):
+                said = "\n\n".join(f"**{rule}** {text}" for rule, text in self._said.items())
+                logger.experiment.add_text("alerts/precision", said, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the run has learned about precision, in a few lines."""
         plugin = _plugin(pl_module)
         if plugin is None or plugin.compute_dtype == torch.float32:
             return
-        real, skipped = plugin.real_steps, plugin.skipped_steps
-        lines = [
-            f"precision        {plugin.policy.compute}, masters={plugin.masters}: {real} steps, {skipped} skipped "
-            f"({skipped / max(real + skipped, 1):.1%})"
-        ]
+        scales = None
         if self._scales is not None and plugin.compute_dtype == torch.float16:
-            first, least, greatest = self._scales
-            lines.append(f"loss scale       {plugin.loss_scale:g}, started at {first:g}, {least:g} to {greatest:g}")
-        moved = plugin.fp32_layers
-        lines.append(f"moved to fp32    {', '.join(moved) if moved else 'no layer'}")
-        if self.layers:
-            lines += _learned(self.layers)
-        rank_zero_info("\n".join(lines[:5]))
+            scales = (plugin.loss_scale, *self._scales)
+        real, skipped = plugin.real_steps, plugin.skipped_steps
+        learned = lessons(
+            plugin.policy.compute, plugin.masters, real, skipped, scales, list(plugin.fp32_layers), self.layers
+        )
+        rank_zero_info("\n".join(learned))
+        for logger in tensorboards(trainer):
+            text = "\n".join(f"    {line}" for line in learned)
+            logger.experiment.add_text("mixprec/learned", text, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-
-def _learned(layers: Mapping[str, LayerStats]) -> list[str]:
-    lines = []
-    known = {name: layer for name, layer in layers.items() if math.isfinite(layer.activation_headroom)}
-    if known:
-        name, layer = min(known.items(), key=lambda item: item[1].activation_headroom)
-        lines.append(f"least headroom   {layer.activation_headroom:.1f} bits, activations of {name}")
-    lost = [layer.lost for layer in layers.values() if math.isfinite(layer.lost)]
-    if lost:
-        mean = sum(lost) / len(lost)
-        lines.append(f"masters          {mean:.0%} of the last step's updates would be lost in 16-bit weights")
-    return lines
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """A run that is cut short has learned something too."""
+        if self._batches and trainer.state.fn == "fit":
+            self.on_train_end(trainer, pl_module)
 
 
 def _value_of(plugin: MasterWeightPrecision) -> Any:
@@ -286,41 +309,6 @@ def _whole(norm: Tensor) -> Tensor:
     """The norm of sharded gradients is itself spread over the ranks."""
     full = getattr(norm, "full_tensor", None)
     return full() if full is not None else local(norm)
-
-
-def _by_group(exponents: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-    """Counts of all layers that share the first two parts of their names."""
-    groups: dict[tuple[str, str], Tensor] = {}
-    for (name, what), counts in exponents.items():
-        key = (".".join(name.split(".")[:2]), what)
-        groups[key] = groups[key] + counts if key in groups else counts
-    return groups
-
-
-def _add_exponents(logger: TensorBoardLogger, tag: str, counts: Tensor, step: int) -> None:
-    edges, found = exponent_edges(), counts.tolist()
-    if not sum(found):  # TensorBoard fails on an empty histogram
-        return
-    filled = [place for place, count in enumerate(found) if count]
-    first, last = filled[0], filled[-1]
-    total = sum(found)
-    mean = sum(count * (edges[place] + 0.5) for place, count in enumerate(found))
-    square = sum(count * (edges[place] + 0.5) ** 2 for place, count in enumerate(found))
-    logger.experiment.add_histogram_raw(
-        tag,
-        min=edges[first],
-        max=edges[last + 1],
-        num=total,
-        sum=mean,
-        sum_squares=square,
-        bucket_limits=edges[first + 1 : last + 2],
-        bucket_counts=found[first : last + 1],
-        global_step=step,
-    )
-
-
-def _tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero]
 
 
 def _plugin(pl_module: LightningModule) -> MasterWeightPrecision | None:

@@ -1,4 +1,4 @@
-"""The LightningModule: draws noise, drops labels, averages the loss.
+"""The LightningModule: draws noise, drops labels, logs the loss.
 
 It leaves out precision (the plugin's), weight averaging (a callback's) and sampling (`recipes.sampler`): the module
 is the same for all of them. It keeps the network under the name `net` and has no other parameters or buffers.
@@ -7,10 +7,12 @@ is the same for all of them. It keeps the network under the name `net` and has n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_mixprec.sharding import is_sharded, shard_
 from recipes.denoising import Objective
 from recipes.loading import Batch
+from recipes.loss_means import LossSums, quartiles
 from recipes.randomness import TRAINING, keyed_generator, validation_draws
 
 
@@ -40,6 +43,16 @@ class DiffusionModule(L.LightningModule):
         >>> module = DiffusionModule(net, EDM(), partial(torch.optim.AdamW, lr=2e-3))
     """
 
+    custom_scalars: ClassVar = {
+        "Loss": {
+            "training loss": ["train/loss$"],
+            "training loss by noise, q1 the least": ["train/loss_q.*"],
+            "validation loss, averaged and raw weights": ["val/loss$", "val/loss_raw$"],
+            "validation loss by noise, q1 the least": ["val/loss_q.*"],
+        }
+    }
+    """Charts for TensorBoard's custom-scalars page, which `PrecisionMonitor` lays out."""
+
     def __init__(
         self,
         net: nn.Module,
@@ -54,12 +67,11 @@ class DiffusionModule(L.LightningModule):
         self.seed = seed
         self._make_optimizer = optimizer
         self.make_scheduler = scheduler
-        self._val_sum = torch.zeros(())
-        self._val_count = torch.zeros(())
-        self._step_losses: list[Tensor] = []  # fp32 [], of the batches that the next optimizer step accumulates
-        self._train_sum = torch.zeros(())  # fp32, of the epoch's batches whose update was taken
-        self._train_count = 0
-        self._skipped_count = 0
+        self._edges = quartiles(objective)  # (3,)
+        self._val = LossSums(self._edges)
+        self._step: list[tuple[Tensor, Tensor]] = []  # losses and times of what the next optimizer step accumulates
+        self._train = LossSums(self._edges)  # of batches whose update was taken, since they were logged
+        self._epoch_loss, self._epoch_samples, self._epoch_skipped = 0.0, 0.0, 0  # of all ranks, as far as logged
 
     def configure_model(self) -> None:
         """Shard the network under FSDP2; once, since Lightning calls this before every stage."""
@@ -99,72 +111,123 @@ class DiffusionModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean weighted loss of the batch, a fp32 scalar."""
         labels, time, noise = self.draw(batch, batch_idx)
-        loss = self.objective.loss(self.net, batch["image"], labels, time, noise).mean()
-        self._step_losses.append(loss.detach())
-        return loss
+        losses = self.objective.loss(self.net, batch["image"], labels, time, noise)
+        self._step.append((losses.detach(), time))
+        return losses.mean()
 
     def on_train_epoch_start(self) -> None:
-        """Start a new mean; a run resumed in the middle of an epoch starts it there."""
-        self._reset_train_loss()
-
-    def _reset_train_loss(self) -> None:
-        self._step_losses = []
-        self._train_sum = torch.zeros((), device=self.device)
-        self._train_count = self._skipped_count = 0
+        """Start new means; in a run resumed in the middle of an epoch Lightning does not call this."""
+        self._step, self._train = [], LossSums(self._edges.to(self.device))
+        self._epoch_loss, self._epoch_samples, self._epoch_skipped = 0.0, 0.0, 0
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Log the batch's loss and add it up, unless the update that it belongs to was skipped.
+        """Count the losses in, unless the update that they belong to was skipped; log them at Lightning's steps.
 
         A skipped batch taught the weights nothing, and its loss may be infinite: a mean with it in it would be too.
+        The mean is over all samples of all ranks since it was logged last, or since the epoch began.
         """
         if self.trainer.fit_loop._should_accumulate():
             return
-        losses, self._step_losses = self._step_losses, []
+        taken, self._step = self._step, []
         if getattr(self.trainer.precision_plugin, "step_was_skipped", False):
-            self._skipped_count += len(losses)
-            return
-        self._train_sum = self._train_sum.to(self.device) + torch.stack(losses).sum()
-        self._train_count += len(losses)
-        self.log("train/loss", losses[-1], prog_bar=True)
+            self._epoch_skipped += len(taken)
+        else:
+            for losses, time in taken:
+                self._train.add(losses, time)
+        if self.trainer._logger_connector.should_update_logs:
+            means = self._logged()
+            for logger in self.trainer.loggers:
+                step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+                logger.log_metrics({f"train/{name}": mean for name, mean in means.items()}, step=step)
+            if means:
+                # A tensor on the host: Lightning reads what the progress bar shows after every batch.
+                self.log("train/loss", torch.tensor(means["loss"]), prog_bar=True, logger=False)
+
+    def _logged(self) -> dict[str, float]:
+        """Means over all ranks of what was counted, which then counts for the epoch. All ranks call this."""
+        sums, self._train = self._over_ranks(self._train), LossSums(self._edges.to(self.device))
+        loss, samples = sums.totals.sum(dim=1).tolist()
+        self._epoch_loss, self._epoch_samples = self._epoch_loss + loss, self._epoch_samples + samples
+        return sums.means()
 
     def on_train_epoch_end(self) -> None:
-        """Log the mean over the epoch's batches on all ranks, and the number of those left out.
+        """Log the mean over the epoch's samples on all ranks, and the number of batches left out.
 
-        Callbacks such as EarlyStopping find the mean under `train/loss` too; for loggers that is the batch's loss.
+        Callbacks such as EarlyStopping find the mean under `train/loss` too; for loggers that is a shorter mean.
         """
-        counts = [torch.tensor(float(n), device=self.device) for n in (self._train_count, self._skipped_count)]
-        totals = self.trainer.strategy.reduce(torch.stack([self._train_sum.to(self.device), *counts]), reduce_op="sum")
-        if totals[1] > 0:
-            mean = totals[0] / totals[1]
+        self._logged()
+        skipped = torch.tensor(float(self._epoch_skipped), device=self.device)
+        if self._epoch_samples:
+            mean = self._epoch_loss / self._epoch_samples
             self.log("train/loss", mean, logger=False)
             self.log("train/loss_epoch", mean)
-        self.log("train/skipped_batches", totals[2])
-        self._reset_train_loss()
+        self.log("train/skipped_batches", self.trainer.strategy.reduce(skipped, reduce_op="sum"))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what was counted, under `losses`: a resumed run then logs what the uninterrupted one does.
+
+        What was logged is of all ranks. What was not yet is this rank's share, so that none waits for others here.
+        """
+        checkpoint["losses"] = {
+            "totals": self._train.totals.cpu(),
+            "pending": [(losses.cpu(), time.cpu()) for losses, time in self._step],
+            "epoch": [self._epoch_loss, self._epoch_samples, self._epoch_skipped],
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting: all ranks from what was logged, rank 0 also from its own share."""
+        held = checkpoint.get("losses")  # checkpoints of other modules have none
+        if held is None:
+            return
+        self._epoch_loss, self._epoch_samples, self._epoch_skipped = held["epoch"]
+        if self.global_rank == 0:
+            self._train.totals = held["totals"].clone()
+            self._step = [(losses.to(self.device), time.to(self.device)) for losses, time in held["pending"]]
 
     def on_validation_epoch_start(self) -> None:
-        """Start a new mean."""
-        self._val_sum = torch.zeros((), device=self.device)  # fp32, whatever the network computes in
-        self._val_count = torch.zeros((), device=self.device)
+        """Start new means."""
+        self._val = LossSums(self._edges.to(self.device))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add up the loss on noise that belongs to each sample, with its label."""
-        images = batch["image"]
-        noise, normal = validation_draws(batch["index"], tuple(images.shape[1:]))
-        losses = self.objective.loss(self.net, images, batch["label"], self.objective.times(normal), noise)
-        self._val_sum += losses.sum()
-        self._val_count += len(losses)
+        """Count the loss in, on noise that belongs to each sample, with its label."""
+        self._measure(batch, self._val)
+
+    def _measure(self, batch: Batch, sums: LossSums) -> None:
+        noise, normal = validation_draws(batch["index"], tuple(batch["image"].shape[1:]))
+        time = self.objective.times(normal)
+        sums.add(self.objective.loss(self.net, batch["image"], batch["label"], time, noise), time)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the exact mean over the validation set.
+        """Log the exact mean over the validation set, in total and by noise.
 
         Sum and count are reduced, not means: a smaller last batch or a rank with fewer batches then weighs what it
         holds. Lightning's own mean over ranks would not (Lightning-AI/pytorch-lightning#21859).
         """
-        totals = self.trainer.strategy.reduce(torch.stack([self._val_sum, self._val_count]), reduce_op="sum")
-        loss = totals[0] / totals[1]
-        self.log("val/loss", loss, prog_bar=True, logger=False)
-        if not self.trainer.sanity_checking:
-            # Lightning would log it at the index of the last batch, one less than the number of steps, under which
-            # checkpoint, sample grid and its file are found.
-            for logger in self.trainer.loggers:
-                logger.log_metrics({"val/loss": float(loss)}, step=self.trainer.global_step)
+        means = self._over_ranks(self._val).means()
+        self.log("val/loss", means["loss"], prog_bar=True, logger=False)
+        if self.trainer.sanity_checking:
+            return
+        if self.trainer.state.fn == "fit" and any(isinstance(c, WeightAveraging) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
+            means["loss_raw"] = self._raw_loss()
+            self.log("val/loss_raw", means["loss_raw"], logger=False)
+        # Lightning would log it at the index of the last batch, one less than the number of steps, under which
+        # checkpoint, sample grid and its file are found.
+        for logger in self.trainer.loggers:
+            logger.log_metrics({f"val/{name}": mean for name, mean in means.items()}, step=self.trainer.global_step)
+
+    def _raw_loss(self) -> float:
+        """The same with the weights that are trained, in a second pass: the averaged ones have left the module by now.
+
+        Callbacks' hooks come before the module's in Lightning 2.6, and `WeightAveraging` puts the weights back in it.
+        """
+        sums = LossSums(self._edges.to(self.device))
+        limit = self.trainer.num_val_batches[0]
+        loader: Any = self.trainer.val_dataloaders
+        for batch in islice(loader, None if limit == float("inf") else int(limit)):
+            self._measure(self.trainer.strategy.batch_to_device(batch, self.device), sums)
+        return self._over_ranks(sums).means()["loss"]
+
+    def _over_ranks(self, sums: LossSums) -> LossSums:
+        """What all ranks have counted together; all of them call this."""
+        sums.totals = self.trainer.strategy.reduce(sums.totals.to(self.device), reduce_op="sum")
+        return sums

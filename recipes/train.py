@@ -27,10 +27,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_wa
 from omegaconf import DictConfig
 
 from recipes import checks, command_line, dry_run, earlier_runs, resume, sweep
-from recipes.callbacks import RunRecord, SampleGrid, SaveOnInterruption
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.ending import SaveOnInterruption
+from recipes.run_record import RunRecord
+from recipes.sample_grid import SampleGrid
 
 NOISE = (
     ".*dirpath has changed from.*",  # every run has its own

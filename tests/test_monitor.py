@@ -167,6 +167,17 @@ def test_health_says_what_to_do_once(caplog, tmp_path):
     said = [record.getMessage() for record in caplog.records]
     assert sum("batches overflowed and were skipped" in text for text in said) == 1
     assert sum("The loss scale is" in text and "train in bf16" in text for text in said) == 1
+    assert sum("The loss scale fell from 32768 to 256 within the last 8 batches" in text for text in said) == 1
+    # The same in TensorBoard, as a curve of how much was said, and in words.
+    alerts = read_events(tmp_path)["alerts/precision"]
+    assert alerts == sorted(alerts)
+    assert (alerts[0], alerts[-1]) == (0.0, 3.0)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    text = events.Tensors("alerts/precision/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert [rule in text for rule in ("**scale_drop**", "**skips**", "**scale**")] == [True] * 3
+    # A run that ends with an error has learned something too.
+    (learned,) = events.Tensors("mixprec/learned/text_summary")
+    assert b"0 steps, 30 skipped (100.0%)" in learned.tensor_proto.string_val[0]
 
 
 @pytest.mark.parametrize(
@@ -175,14 +186,78 @@ def test_health_says_what_to_do_once(caplog, tmp_path):
         (LayerStats(activation=60000.0, activation_headroom=0.13), ["headroom"]),
         (LayerStats(activation_headroom=9.0, zero=0.4, subnormal=0.2), ["vanished"]),
         (LayerStats(activation_headroom=9.0, zero=0.1, subnormal=0.2), []),
+        (LayerStats(activation_headroom=9.0, gradient=1.0, zero=0.9, subnormal=0.0), []),  # rows that were not used
+        (LayerStats(activation_headroom=9.0, gradient=0.0, zero=1.0, subnormal=0.0), ["vanished"]),
+        (LayerStats(activation=4000.0, activation_headroom=4.0), ["growth"]),  # of 12
+        (LayerStats(activation=600.0, activation_headroom=6.8), []),
         (LayerStats(), []),
     ],
 )
 def test_layer_rules(layer, rules):
     healthy = LayerStats(activation_headroom=12.0, zero=0.0, subnormal=0.0)
-    found = dict(layer_warnings(Limits(), {"good": healthy, "bad": layer}, 1024.0))
+    before = {"good": 12.0, "bad": 12.0}
+    found = dict(layer_warnings(Limits(), {"good": healthy, "bad": layer}, 1024.0, before))
     assert list(found) == rules
     assert all("'bad'" in text for text in found.values())
+    early = dict(layer_warnings(Limits(), {"good": healthy, "bad": layer}, 1024.0, before, settled=False))
+    assert list(early) == [rule for rule in rules if rule != "vanished"]
+
+
+def test_advice_is_for_the_dtype_that_is_used():
+    gone = LayerStats(gradient=0.0, zero=1.0, subnormal=0.0)
+    ((_, fp16),) = layer_warnings(Limits(), {"fc": gone}, 1024.0)
+    ((_, bf16),) = layer_warnings(Limits(), {"fc": gone}, 1.0, fp16=False)
+    assert "train in bf16" in fp16
+    assert "bf16" not in bf16
+    assert "PrecisionPolicy(fp32=['fc'])" in bf16
+
+
+def test_growing_activations_are_named_before_they_overflow(caplog, tmp_path):
+    """Of one layer, doubled every batch: 2^3 at first; said where less than 5 bits are left to 65504."""
+
+    class Grows(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.LayerNorm(1), nn.Linear(1, 1, bias=False))
+            nn.init.constant_(self.net[0].weight, 8.0)
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).float().sum()
+
+        def on_train_batch_end(self, *_):
+            with torch.no_grad():
+                self.net[0].weight.mul_(2)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    plugin = MasterWeightPrecision("fp16", DynamicLossScaler.static(1.0))
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    options = {"logger": logger, "log_every_n_steps": 1, "callbacks": PrecisionMonitor(layers_every_n_steps=1)}
+    with caplog.at_level(logging.WARNING):
+        make_trainer(plugin, **options).fit(Grows(), loader([torch.ones(1, 1)] * 12))
+    (said,) = [text for record in caplog.records if "have grown" in (text := record.getMessage())]
+    assert "'net.0' have grown 256-fold" in said
+    assert "reach 2.05e+03; 5.0 bits" in said
+
+
+def test_other_parts_add_charts_to_the_page(tmp_path):
+    class Curves(L.Callback):
+        custom_scalars = {"Precision": {"mine": ["mine/.*"]}, "Mine": {"other": ["other$"]}}  # noqa: RUF012
+
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    callbacks = [PrecisionMonitor(), Curves()]
+    make_trainer(MasterWeightPrecision("bf16"), logger=logger, callbacks=callbacks).fit(
+        TinyModule(), loader(make_batches(1))
+    )
+    (layout,) = EventAccumulator(str(tmp_path)).Reload().Tensors("custom_scalars__config__")
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    page = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0])
+    charts = {category.title: [chart.title for chart in category.chart] for category in page.category}
+    assert list(charts) == ["Precision", "Mine", "Layers"]
+    assert charts["Precision"][-1] == "mine"
+    assert charts["Mine"] == ["other"]
 
 
 def test_run_rules():
@@ -191,6 +266,14 @@ def test_run_rules():
     found = [rule for rule, _ in run_warnings(Limits(), skipped=60, batches=1000, scale=0.5, fp16=True)]
     assert found == ["skips", "scale"]
     assert not list(run_warnings(Limits(), skipped=0, batches=1000, scale=0.5, fp16=False))
+    fell = {"skipped": 0, "batches": 1000, "fp16": True, "highest": 2.0**15}
+    assert not list(run_warnings(Limits(), scale=2.0**9, **fell))  # six halvings: a run that looks for its scale
+    ((rule, text),) = run_warnings(Limits(), scale=2.0**8, **fell)
+    assert rule == "scale_drop"
+    assert "from 32768 to 256" in text
+    ((rule, text),) = run_warnings(Limits(), skipped=0, batches=9, scale=2.0**15, fp16=True, moved=["a.b"])
+    assert rule == "fallback"
+    assert "PrecisionPolicy(fp32=['a.b'])" in text
 
 
 def test_a_run_ends_with_what_it_learned(caplog, tmp_path):

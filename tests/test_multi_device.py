@@ -143,12 +143,12 @@ def test_validation_loss_does_not_depend_on_the_processes(pair: Path, alone: Pat
     data.setup()
     noise, normal = validation_draws(torch.arange(len(data.val)), (1, 8, 8))
     for run in (pair / "ddp", pair / "fsdp2", pair / "accumulated", alone / "run"):
-        net = UNet(1, 10, [8, 16])
-        averaged = checkpoint(run)["averaged_state_dict"]
-        net.load_state_dict({k.removeprefix("net."): v for k, v in averaged.items()})
-        with torch.no_grad():
-            expected = EDM().loss(net, data.val.images, data.val.labels, EDM().times(normal), noise).mean()
-        assert list(scalars(run, "val/loss").values())[-1] == pytest.approx(float(expected), rel=1e-5), run.name
+        for entry, tag in {"averaged_state_dict": "val/loss", "state_dict": "val/loss_raw"}.items():
+            net = UNet(1, 10, [8, 16])
+            net.load_state_dict({k.removeprefix("net."): v for k, v in checkpoint(run)[entry].items()})
+            with torch.no_grad():
+                expected = EDM().loss(net, data.val.images, data.val.labels, EDM().times(normal), noise).mean()
+            assert list(scalars(run, tag).values())[-1] == pytest.approx(float(expected), rel=1e-5), (run.name, tag)
 
 
 @pytest.mark.parametrize(("length", "ranks", "size"), [(360, 7, 16), (5, 2, 1), (4, 2, 1), (9, 4, 8)])

@@ -18,7 +18,8 @@ from lightning.pytorch.plugins import HalfPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_mixprec import MasterWeightPrecision
-from recipes.data import Batch, DigitsDataModule
+from recipes.data import DigitsDataModule
+from recipes.loading import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.dit import DiT
 from recipes.objective import EDM

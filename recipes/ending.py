@@ -1,0 +1,118 @@
+"""How a run ends: with a validation of its last step, and with a checkpoint when it is interrupted.
+
+It leaves out what stock callbacks do (other checkpoints).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""After which a run is to end with a checkpoint."""
+
+
+class ValidateAtEnd(L.Callback):
+    """Make the last training batch be followed by a validation, whatever `val_check_interval` says.
+
+    So the checkpoint, the sample grid and the validation loss of a finished run are those of its last step. Lightning
+    validates before it obeys `should_stop`, which here only says what it is about to do anyway.
+    """
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Recognise the last batch."""
+        steps_done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+        if steps_done or (last_epoch and trainer.is_last_batch):
+            trainer.should_stop = True
+
+
+class SaveOnInterruption(L.Callback):
+    """On Ctrl-C, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
+
+    SIGUSR1 is what SLURM is asked to send before a job's time is over (`--signal=USR1@90`): the job is then put back
+    into the queue. Lightning would save inside of the signal handler, on each process somewhere else.
+
+    Several processes stop after the same step, whichever of them got the signal. That takes one small reduction per
+    step, for which nothing waits longer: Lightning itself exchanges a flag at the start of every batch. A second signal
+    stops at once, without saving.
+
+    Args:
+        path: The checkpoint.
+
+    Attributes:
+        signal: The signal that was received, here or by another process, if any.
+        saved: Whether the checkpoint was written because of it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.signal: signal.Signals | None = None
+        self.saved = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget an earlier fit."""
+        self.signal, self.saved = None, False
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen from here on."""
+        self._listen()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen, in place of Lightning's handlers. Lightning puts back all handlers when `fit` ends."""
+        self._listen()
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for name in SIGNALS:
+                signal.signal(name, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After an optimizer step, ask the loop to stop, unless a validation comes first, which would be cut short.
+
+        Nor at the end of an epoch: Lightning 2.6 does not resume bit for bit from there.
+        """
+        loop = trainer.fit_loop
+        validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+        if not (loop._should_accumulate() or validates or trainer.is_last_batch):
+            self._agree(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save here what was to be saved after the step, as ModelCheckpoint does: Lightning resumes from there too."""
+        if not trainer.sanity_checking and self._agree(trainer):
+            self._save(trainer)
+
+    def _agree(self, trainer: L.Trainer) -> bool:
+        """Whether some process got a signal; then Lightning will stop before the next batch."""
+        if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+            return False  # that was the last step anyway
+        # Lightning 2.6 raises SIGTERMException where the batch, or the epoch, is over.
+        if trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False):
+            requeue = trainer.strategy.reduce_boolean_decision(self.signal == signal.SIGUSR1, all=False)
+            self.signal = signal.SIGUSR1 if requeue else self.signal or signal.SIGTERM  # another process got it
+            trainer._signal_connector.received_sigterm = True
+        return trainer.received_sigterm
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save, if every process is here and between two steps."""
+        if isinstance(exception, SIGTERMException) and not self.saved and self.signal is not None:
+            self._save(trainer)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self.saved = True
