@@ -317,6 +317,8 @@ class DDPM(Objective):
         unit_times(density, torch.zeros(1), P_mean, P_std)  # refuses an unknown name
         self.prediction = prediction
         self.schedule = Schedule(schedule, timesteps, zero_snr)
+        self.schedule_name = schedule
+        self.zero_snr = zero_snr
         self.timesteps = timesteps
         self.density = density
         self.P_mean = P_mean
