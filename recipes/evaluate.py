@@ -22,11 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics.image.fid import FrechetInceptionDistance
 
 from recipes import command_line
 from recipes.config import ConfigError, check_targets, fail, plain
-from recipes.features import SmallClassifier, frechet_distance, pixels, train_classifier
+from recipes.features import FrechetDistance, SmallClassifier, frechet_distance, pixels, train_classifier
 from recipes.images import count_non_finite
 from recipes.objective import Objective
 from recipes.randomness import validation_draws
@@ -135,7 +134,7 @@ def correct(classifier: SmallClassifier, images: Tensor, labels: Tensor) -> int:
     return int((classifier(images).argmax(dim=1) == labels.to(images.device)).sum())
 
 
-def of(metric: FrechetInceptionDistance, batches: list[Tensor]) -> float:
+def of(metric: FrechetDistance, batches: list[Tensor]) -> float:
     """Distance of other 8-bit images to the same reference."""
     metric.reset()  # keeps the features of the reference
     for images in batches:

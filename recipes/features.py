@@ -105,9 +105,18 @@ def pixels(data: Any, samples: Tensor) -> Tensor:
     return to_uint8(data.to_images(samples))
 
 
+class FrechetDistance(FrechetInceptionDistance):
+    """torchmetrics' distance, of grey images as well, which Inception takes for colour images without colour."""
+
+    def update(self, imgs: Tensor, real: bool) -> None:
+        """Take 8-bit images `(batch, channels, H, W)` of the reference (`real`) or of what is compared with it."""
+        grey = imgs.shape[1] == 1 and not self.used_custom_model
+        super().update(imgs.expand(-1, 3, -1, -1) if grey else imgs, real)
+
+
 def frechet_distance(
     classifier: SmallClassifier, inception_weights: str | None, device: torch.device
-) -> tuple[FrechetInceptionDistance, str]:
+) -> tuple[FrechetDistance, str]:
     """The metric, which takes 8-bit images, and the network that it looks through, in words.
 
     Args:
@@ -121,7 +130,7 @@ def frechet_distance(
     """
     if inception_weights is None:
         words = f"small classifier of the training split ({classifier.num_features} features), not Inception"
-        return FrechetInceptionDistance(feature=Features(classifier), reset_real_features=False).to(device), words
+        return FrechetDistance(feature=Features(classifier), reset_real_features=False).to(device), words
     path = Path(inception_weights)
     if not path.is_file():
         raise ConfigError(
@@ -129,12 +138,13 @@ def frechet_distance(
             "weights-inception-2015-12-05-6726825d.pth, or leave it out to compare in a small classifier's features."
         )
     try:
-        metric = FrechetInceptionDistance(2048, reset_real_features=False, feature_extractor_weights_path=str(path))
+        metric = FrechetDistance(2048, reset_real_features=False, feature_extractor_weights_path=str(path))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"inception_weights={inception_weights} needs torch-fidelity: pip install torch-fidelity. Or leave it out "
             "to compare in a small classifier's features."
         ) from error
     except Exception as error:  # whatever reading a file that is something else raises
-        raise ConfigError(f"inception_weights={inception_weights} cannot be read as Inception: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"inception_weights={inception_weights} cannot be read as Inception: {reason}") from error
     return metric.to(device), f"Inception (2048 features, {path.name})"

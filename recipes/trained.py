@@ -83,9 +83,10 @@ def open_checkpoint(config: dict[str, Any]) -> Trained:
     checkpoint = read(path)
     if "recipe" not in checkpoint:
         raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
-    choice, sigma_rel = config["weights"], config["sigma_rel"]
+    choice = config["weights"]
+    sigma_rel = None if config["sigma_rel"] is None else number(config, "sigma_rel")
     state = weights_of(checkpoint, choice, path, sigma_rel)
-    return Trained(path, checkpoint, f"{choice}{sigma_rel}" if choice == "posthoc" else choice, state)
+    return Trained(path, checkpoint, f"{choice}{sigma_rel:g}" if choice == "posthoc" else choice, state)
 
 
 def checkpoint_path(given: str | None) -> Path:
@@ -141,7 +142,7 @@ def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> 
         raise ConfigError("weights=posthoc: which length? Write sigma_rel=NUMBER, such as sigma_rel=0.07.")
     try:
         gamma_of(sigma_rel)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     described = checkpoint.get("averaged_profiles", {})
     widths = {name: each["sigma_rel"] for name, each in described.items() if each["profile"] == "PowerFunction"}
