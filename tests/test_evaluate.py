@@ -90,10 +90,7 @@ def test_the_run_decides_the_sampler_unless_the_command_line_does(
 ) -> None:
     """The grid of training, by its own DDIM with 5 steps; steps, sampler or both can be given."""
     grid = (run / "samples" / "step000024.png").read_bytes()
-    same, other = (
-        ([], ["sampler.steps=5"], ["sampler=ddim", "sampler.steps=5"]),
-        (["sampler.steps=4"], ["sampler=heun"]),
-    )
+    same, other = ([], ["sampler=ddim", "sampler.steps=5"]), (["sampler.steps=4"], ["sampler=heun"])
     for i, options in enumerate([*same, *other]):
         path = tmp_path / f"{i}.png"
         assert cli(monkeypatch, sample, last(run), "per_class=2", f"output={path}", *options) == 0
