@@ -7,15 +7,18 @@ from lightning_mixprec.monitor import PrecisionMonitor
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.precision import MasterWeightPrecision, NonFiniteGradientsError
+from lightning_mixprec.profiles import ConstantDecay, PowerFunction
 from lightning_mixprec.scaler import DynamicLossScaler
 
 __all__ = [
+    "ConstantDecay",
     "DynamicLossScaler",
     "FallbackLimitError",
     "LayerFallback",
     "MasterWeightAveraging",
     "MasterWeightPrecision",
     "NonFiniteGradientsError",
+    "PowerFunction",
     "PrecisionMonitor",
     "PrecisionPlan",
     "PrecisionPolicy",

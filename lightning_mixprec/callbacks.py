@@ -1,81 +1,155 @@
-"""An average of the weights that needs the fp32 truth and the step counters of the precision plugin.
+"""Averages of the weights that need the fp32 truth and the step counters of the precision plugin.
 
 Why it exists: an average of 16-bit weights never moves, and one taken on skipped steps decays at the wrong rate.
 
 It works with any Precision plugin; without :class:`~lightning_mixprec.MasterWeightPrecision` every optimizer step
-counts as real and the parameters are their own masters.
+counts as real and the parameters are their own masters. It leaves out what an average weighs
+(:mod:`lightning_mixprec.profiles`) and how snapshots become files (:mod:`lightning_mixprec.snapshots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.precision import MasterWeightPrecision
+from lightning_mixprec.profiles import ConstantDecay, PowerFunction, Profile, describe, in_words
 from lightning_mixprec.sharding import reshard_
 from lightning_mixprec.shards import shard_like, whole
+from lightning_mixprec.snapshots import SnapshotDtype, adopt_snapshots, snapshot_files, write_snapshot
 
 AverageFn = Callable[[Tensor, Tensor, int], Tensor]
+Averages = dict[str, Tensor]
 
 
 class MasterWeightAveraging(WeightAveraging):
-    """Exponential (or any other) moving average of the fp32 master weights.
+    """Exponential, power-function or any other moving averages of the fp32 master weights, several at once.
 
     Differs from Lightning's ``WeightAveraging`` where that is unsafe in low precision or hides the raw weights: the
     average is fp32 and fed from the masters, it moves on real steps only, a checkpoint's ``state_dict`` holds the raw
     weights with the average under ``"averaged_state_dict"``, and after ``fit`` the module holds the raw weights.
     During validation the average is in place, without loss to either.
 
+    Of several profiles the first is that average; the others are tracked beside it, under
+    ``checkpoint["averaged_state_dicts"][name]``.
+
     Args:
         decay: ``average = decay * average + (1 - decay) * weights`` after each real step, in (0, 1). The default,
             0.999, averages over about 1000 steps; long runs take 0.9999.
         avg_fn: Replaces the formula: ``avg_fn(average, weights, number_of_averages_so_far)`` returns the new average,
             as in ``torch.optim.swa_utils.AveragedModel``; fp32 tensors of one parameter's shape.
-        device: Where the average lives; by default where the parameters are.
+        device: Where the averages live; by default where the parameters are.
+        profiles: In place of ``decay`` and ``avg_fn``: :class:`ConstantDecay` and :class:`PowerFunction` by names of
+            your choice.
+        snapshot_every: Write the averages of all power-function profiles to a file each time that many real steps have
+            been taken. From these files an average of any length can be made after training
+            (:func:`lightning_mixprec.posthoc.reconstruct`). None writes none.
+        snapshot_dir: Where; by default ``snapshots`` in the Trainer's ``default_root_dir``. A run that starts anew
+            removes the snapshots that are there, one that resumes links those of the run that it continues.
+        snapshot_dtype: ``"fp32"``, or ``"fp16"`` for files of half the size.
 
     Attributes:
-        averages: Average by qualified parameter name, fp32; trained parameters only.
+        averages: Average by qualified parameter name, fp32; trained parameters only. Of the first profile.
+        profile_averages: The same, by the name of each profile.
         n_averaged: Number of updates so far.
 
     Raises:
-        ValueError: If ``decay`` is outside (0, 1).
+        ValueError: If ``decay`` is outside (0, 1), ``profiles`` come with ``decay`` or ``avg_fn``, or snapshots are
+            asked for that nothing could be made of.
 
     Example:
         >>> MasterWeightAveraging(decay=0.9999).decay
         0.9999
+        >>> profiles = {"short": PowerFunction(0.05), "long": PowerFunction(0.10), "constant": ConstantDecay(0.999)}
+        >>> ema = MasterWeightAveraging(profiles=profiles, snapshot_every=1000)
     """
 
     averages_master_weights = True
 
     def __init__(
-        self, decay: float = 0.999, avg_fn: AverageFn | None = None, device: torch.device | str | int | None = None
+        self,
+        decay: float = 0.999,
+        avg_fn: AverageFn | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        profiles: Mapping[str, Profile] | None = None,
+        snapshot_every: int | None = None,
+        snapshot_dir: str | Path | None = None,
+        snapshot_dtype: SnapshotDtype = "fp32",
     ) -> None:
         super().__init__(device=device)
-        if not 0 < decay < 1:
-            raise ValueError(f"decay={decay!r} must lie between 0 and 1, such as 0.999.")
+        constant = ConstantDecay(decay)
+        if profiles is not None and (avg_fn is not None or decay != 0.999):
+            given = "avg_fn" if avg_fn is not None else f"decay={decay}"
+            raise ValueError(f"{given} and profiles exclude each other. Write ConstantDecay(...) among the profiles.")
+        if profiles is not None and not profiles:
+            raise ValueError("profiles={} tracks nothing. Name at least one, such as {'long': PowerFunction(0.10)}.")
         self.decay = decay
         self.avg_fn = avg_fn
-        self.averages: dict[str, Tensor] = {}
+        self.profiles: dict[str, Profile] = dict(profiles) if profiles else {"constant": constant}
+        for name, profile in self.profiles.items():
+            if not hasattr(profile, "share"):
+                raise ValueError(f"profiles: {name}={profile!r} is no profile. Take ConstantDecay or PowerFunction.")
+            if name in ("averaged", "raw", "posthoc"):
+                raise ValueError(f"profiles: the name {name!r} means something else in the recipes. Choose another.")
+        self._widths = {name: p.sigma_rel for name, p in self.profiles.items() if isinstance(p, PowerFunction)}
+        if snapshot_every is not None and snapshot_every < 1:
+            raise ValueError(f"snapshot_every={snapshot_every} must be at least 1, or None for no snapshots.")
+        if snapshot_every is not None and not self._widths:
+            raise ValueError(
+                f"snapshot_every={snapshot_every}: averages of other lengths can be made of power-function profiles "
+                "alone. Add profiles={'short': PowerFunction(0.05), 'long': PowerFunction(0.10)}."
+            )
+        if snapshot_dtype not in get_args(SnapshotDtype):
+            raise ValueError(f"snapshot_dtype={snapshot_dtype!r} is unknown. Choose 'fp32' or 'fp16'.")
+        self.snapshot_every = snapshot_every
+        self.snapshot_dir = Path(snapshot_dir) if snapshot_dir is not None else None
+        self.snapshot_dtype: SnapshotDtype = snapshot_dtype
+        self.profile_averages: dict[str, Averages] = {name: {} for name in self.profiles}
         self.n_averaged = 0
+        self._continued: Path | None = None  # where the snapshots of the run that this one continues are
+        self._starts_anew = False  # a checkpoint without these profiles was loaded
         self._real_steps = 0
-        self._raw: dict[str, Tensor] = {}  # the weights, while the average is in their place
+        self._raw: Averages = {}  # the weights, while the average is in their place
+
+    @property
+    def averages(self) -> Averages:
+        """Average of the first profile."""
+        return self.profile_averages[next(iter(self.profiles))]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the average of an earlier fit; a checkpoint, loaded after this, may bring one."""
         if stage == "fit":
-            self.averages, self.n_averaged, self._raw = {}, 0, {}
+            self.profile_averages = {name: {} for name in self.profiles}
+            self.n_averaged, self._raw, self._continued, self._starts_anew = 0, {}, None, False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the average at the weights, which by now are on their device and have their masters."""
-        for name, weight in _trained_weights(pl_module):
-            self.averages[name] = self._place(self._average_of(name, weight), weight)
+        """Start the averages at the weights, which by now are on their device and have their masters."""
+        for averages in self.profile_averages.values():
+            for name, weight in _trained_weights(pl_module):
+                averages[name] = self._place(self._average_of(averages, name, weight), weight)
+        if self.snapshot_every is not None:
+            self.snapshot_dir = self.snapshot_dir or Path(trainer.default_root_dir) / "snapshots"
+            if trainer.is_global_zero:
+                self._tidy_snapshots(self.snapshot_dir)
+
+    def _tidy_snapshots(self, directory: Path) -> None:
+        """Files of another run must not be taken for files of this one."""
+        if self.n_averaged == 0:
+            for path in snapshot_files(directory):
+                path.unlink()
+        elif self._continued is not None:
+            adopt_snapshots(self._continued, directory, self.n_averaged)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where the step counter stands, which a checkpoint may have set."""
@@ -99,14 +173,24 @@ class MasterWeightAveraging(WeightAveraging):
 
     @torch.no_grad()
     def _update(self, pl_module: LightningModule) -> None:
-        weights = _trained_weights(pl_module, self.averages)
-        pairs = [(self._average_of(name, w), self._place(w, w)) for name, w in weights]
-        if self.avg_fn is None:
-            torch._foreach_lerp_([average for average, _ in pairs], [w for _, w in pairs], 1 - self.decay)
-        else:
-            for average, weight in pairs:
-                average.copy_(self.avg_fn(average, weight, self.n_averaged))
+        weights = {name: self._place(w, w) for name, w in _trained_weights(pl_module, self.averages)}
+        for profile, averages in zip(self.profiles.values(), self.profile_averages.values(), strict=True):
+            own = [self._average_of(averages, name, weight) for name, weight in weights.items()]
+            if self.avg_fn is None:
+                torch._foreach_lerp_(own, list(weights.values()), profile.share(self.n_averaged))
+            else:
+                for average, weight in zip(own, weights.values(), strict=True):
+                    average.copy_(self.avg_fn(average, weight, self.n_averaged))
         self.n_averaged += 1
+        if self.snapshot_every is not None and self.n_averaged % self.snapshot_every == 0:
+            self._write_snapshot(pl_module)
+
+    def _write_snapshot(self, pl_module: LightningModule) -> None:
+        """Rank 0 writes; under FSDP2 all ranks gather."""
+        averages = {name: _whole(self.profile_averages[name]) for name in self._widths}
+        if pl_module.trainer.is_global_zero:
+            assert self.snapshot_dir is not None
+            write_snapshot(self.snapshot_dir, self.n_averaged, self._widths, averages, self.snapshot_dtype)
 
     @contextmanager
     def averaged_weights(self, pl_module: LightningModule) -> Iterator[None]:
@@ -159,35 +243,71 @@ class MasterWeightAveraging(WeightAveraging):
                 else:
                     param.copy_(values[name])
 
-    def _average_of(self, name: str, weight: Tensor) -> Tensor:
-        if name not in self.averages:  # at the start, or unfrozen since
-            self.averages[name] = self._place(weight, weight).clone()
-        return self.averages[name]
+    def _average_of(self, averages: Averages, name: str, weight: Tensor) -> Tensor:
+        if name not in averages:  # at the start, or unfrozen since
+            averages[name] = self._place(weight, weight).clone()
+        return averages[name]
 
     def _place(self, tensor: Tensor, weight: Tensor) -> Tensor:
         return tensor.to(weight.device if self._device is None else self._device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of updates; the average itself has its own place in the checkpoint."""
-        return {"n_averaged": self.n_averaged}
+        """Number of updates, and where snapshots are; the averages themselves have their own place."""
+        where = {"snapshot_dir": str(self.snapshot_dir.absolute())} if self.snapshot_dir and self.snapshot_every else {}
+        return {"n_averaged": self.n_averaged, **where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the number of updates; a stock average's state has none and counts from its own average."""
-        self.n_averaged = state_dict.get("n_averaged", 0)
+        if not self._starts_anew:
+            self.n_averaged = state_dict.get("n_averaged", 0)
+            self._continued = Path(state_dict["snapshot_dir"]) if "snapshot_dir" in state_dict else None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add ``"averaged_state_dict"``: the keys of ``state_dict``, trained parameters averaged, the rest as there."""
+        """Add ``"averaged_state_dict"``: the keys of ``state_dict``, trained parameters averaged, the rest as there.
+
+        With ``profiles``, ``"averaged_state_dicts"`` holds trained parameters by the name of each profile (tensors of
+        the first are stored once), and ``"averaged_profiles"`` says what they are.
+        """
         held = checkpoint["state_dict"]
-        averages = {name: whole(average) for name, average in self.averages.items()}  # on all ranks
-        checkpoint["averaged_state_dict"] = {**held, **{k: v for k, v in averages.items() if k in held}}
+        by_profile = {}
+        for profile, averages in self.profile_averages.items():  # on all ranks
+            by_profile[profile] = {name: value for name, value in _whole(averages).items() if name in held}
+        checkpoint["averaged_state_dict"] = {**held, **next(iter(by_profile.values()))}
+        checkpoint["averaged_profiles"] = describe(self.profiles)
+        if len(by_profile) > 1 or self._widths:
+            checkpoint["averaged_state_dicts"] = by_profile
         checkpoint["state_dict"] = {**held, **self._raw}  # inside a validation the module holds the average
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the average from ``"averaged_state_dict"``; a checkpoint without one starts it at its weights."""
+        """Take the averages of a checkpoint; one without any, or with none of these profiles, starts them anew.
+
+        Raises:
+            MisconfigurationException: If it has some of these profiles and not others, which would then start in the
+                middle of training, unlike their neighbours.
+        """
+        saved = checkpoint.get("averaged_profiles", {})
+        sources = checkpoint.get("averaged_state_dicts", {})
+        ours = describe(self.profiles)
+        if len(ours) == 1 and not self._widths and not sources:  # whatever its decay is now
+            sources = {next(iter(ours)): checkpoint.get("averaged_state_dict", {})}
+        elif missing := {name: each for name, each in ours.items() if name not in sources or saved[name] != each}:
+            if len(missing) < len(ours):
+                raise MisconfigurationException(
+                    f"The checkpoint has no average {in_words(missing)}. It has {in_words(saved)}. Resume with these "
+                    "profiles (or some of them), or with others under new names alone, which start at its weights."
+                )
+            sources, self._starts_anew = {}, True
+            if saved:
+                rank_zero_warn(f"The checkpoint has averages {in_words(saved)}; {in_words(ours)} start at its weights.")
         trained = {name: param for name, param in pl_module.named_parameters() if param.requires_grad}
-        source = checkpoint.get("averaged_state_dict", {})
-        values = {name: value.float() for name, value in source.items() if name in trained}
-        self.averages = {name: shard_like(value, trained[name]).clone() for name, value in values.items()}
+        for profile, averages in self.profile_averages.items():
+            values = {name: value.float() for name, value in sources.get(profile, {}).items() if name in trained}
+            averages |= {name: shard_like(value, trained[name]).clone() for name, value in values.items()}
+
+
+def _whole(averages: Averages) -> Averages:
+    """With the parts of all ranks."""
+    return {name: whole(average) for name, average in averages.items()}
 
 
 def _plugin(pl_module: LightningModule) -> MasterWeightPrecision | None:

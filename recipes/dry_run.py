@@ -21,8 +21,8 @@ from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, Prec
 from lightning_mixprec.layers import compute_context, swap_layers_
 from recipes import checks
 from recipes.config import ConfigError, build, build_all, collected
-from recipes.loading import Batch
 from recipes.diffusion import DiffusionModule
+from recipes.loading import Batch
 from recipes.memory import Memory, count, saved_for_backward, state_bytes, state_bytes_of_a_step
 
 

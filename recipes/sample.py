@@ -1,11 +1,12 @@
-"""Draw a class-conditional grid from a checkpoint: `python -m recipes.sample ckpt_path=...`.
+"""Draw from a checkpoint, a class-conditional grid or a folder of images: `python -m recipes.sample ckpt_path=...`.
 
-The checkpoint brings the configuration of its network, objective and data; only the solver is chosen here. The network
-computes in fp32 on the averaged weights. It leaves out 16-bit sampling: it saves no time at this size.
+The checkpoint brings the configuration of its network, objective, sampler and data. The network computes in fp32, on
+the averaged weights unless told otherwise. It leaves out 16-bit sampling: it saves no time at this size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,13 @@ import hydra
 import torch
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
+from torch import Tensor
 
 from recipes import command_line
-from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
+from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.images import count_non_finite, image_grid, save_png
-from recipes.resume import read
-from recipes.sampler import draw_samples
-
-WEIGHTS = {"averaged": "averaged_state_dict", "raw": "state_dict"}
-"""Choices of `weights`, and where a checkpoint keeps them."""
+from recipes.sampler import draw_images
+from recipes.trained import number, open_checkpoint, sampler_of, whole_number
 
 
 def sample(config: dict[str, Any]) -> None:
@@ -34,64 +33,69 @@ def sample(config: dict[str, Any]) -> None:
         ConfigError: Before anything is drawn.
     """
     check_targets(config)
-    path = checkpoint_path(config["ckpt_path"])
-    checkpoint = load(path)
-    recipe = checkpoint["recipe"]
-    net, objective, data = (build(recipe, part) for part in ("model", "objective", "data"))
-    net.load_state_dict(weights_of(checkpoint, config["weights"], path))
-    net.to(config["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
+    trained = open_checkpoint(config)
+    net, objective, data = trained.build()
+    net = trained.network(net, trained.state, config["device"])
+    sampler = sampler_of(config, trained, objective)
+    guidance, seed = number(config, "guidance"), whole_number(config, "seed", 0)
+    batch_size = whole_number(config, "batch_size", 1)
+    classes = chosen(config["classes"], data.num_classes)
+    folder = config["count"] is not None
+    count = whole_number(config, "count", 1) if folder else whole_number(config, "per_class", 1) * len(classes)
+    name = f"{trained.path.stem}_{trained.weights}_guidance{guidance:g}_seed{seed}"
+    output = trained.run / "samples" / (name if folder else f"{name}.png")
+    if config["output"]:
+        output = Path(to_absolute_path(config["output"]))
+    if folder and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"output={output} exists already. Remove it, or write output=ANOTHER.")
 
-    per_class, guidance, seed = config["per_class"], config["guidance"], config["seed"]
-    sampler = build(config, "sampler")
-    with refusals(config, "sampler"):
-        sampler.check(objective)
-    samples = draw_samples(net, objective, sampler, data.image_shape, per_class, guidance, seed)
-    samples = data.to_images(samples)
-    name = f"{path.stem}_{config['weights']}_guidance{guidance:g}_seed{seed}.png"
-    output = Path(to_absolute_path(config["output"])) if config["output"] else path.parent.parent / "samples" / name
-    save_png(image_grid(samples, columns=len(samples) // per_class), output)
-    bad = count_non_finite(samples)
-    print(f"weights          {config['weights']}, after {checkpoint['global_step']} steps")
-    print(f"non-finite       {bad} of {len(samples)} samples{' (red in the grid)' if bad else ''}")
-    print(f"sample grid      {output}")
+    drawn, bad = [], 0
+    for labels, rows in batches(classes, count, batch_size):
+        samples = draw_images(net, objective, sampler, data.image_shape, labels, rows, guidance, seed)
+        images = data.to_images(samples).cpu()
+        bad += count_non_finite(images)
+        if folder:
+            save_images(images, labels, rows, output, data.num_classes)
+        else:
+            drawn.append(images)
+    if not folder:
+        save_png(image_grid(torch.cat(drawn), columns=len(classes)), output)
+    print(f"weights          {trained.weights}, after {trained.step} steps")
+    print(f"non-finite       {bad} of {count} samples{' (red in the grid)' if bad else ''}")
+    print(f"{'samples' if folder else 'sample grid'}{' ' * (10 if folder else 6)}{output}")
 
 
-def checkpoint_path(given: str | None) -> Path:
-    """The file that `ckpt_path` means: a path, or `last` for the newest `last.ckpt` under outputs/."""
-    if given == "last":
-        found = [*Path(to_absolute_path("outputs")).glob("*/*/checkpoints/last.ckpt")]
-        if not found:
-            raise ConfigError(
-                f"ckpt_path=last: looked for {to_absolute_path('outputs')}/*/*/checkpoints/last.ckpt and found none. "
-                "Give the path of a checkpoint, or train first: python -m recipes.train."
-            )
-        return max(found, key=lambda p: p.stat().st_mtime)
-    if given is None:
-        raise ConfigError("ckpt_path is missing. Write ckpt_path=PATH, or ckpt_path=last for the newest checkpoint.")
-    path = Path(to_absolute_path(given))
-    if not path.is_file():
+def chosen(classes: Any, num_classes: int) -> list[int]:
+    """The classes to draw: those that were asked for, or the first ten; [0], no label, where the data have none."""
+    if classes is None:
+        return list(range(min(max(num_classes, 1), 10)))
+    values = classes if isinstance(classes, list) else [classes]
+    wrong = [c for c in values if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < num_classes]
+    if wrong or not values or len({*values}) < len(values):
         raise ConfigError(
-            f"ckpt_path={given}: there is no file {path}. Write ckpt_path=last for the newest checkpoint."
+            f"classes={classes}: the data have classes 0 to {num_classes - 1}. Write a list of some of them, such as "
+            "'classes=[0]', each once."
         )
-    return path
+    return values
 
 
-def load(path: Path) -> dict[str, Any]:
-    """A checkpoint of `recipes.train`, which holds the configuration of its network."""
-    checkpoint = read(path)
-    if "recipe" not in checkpoint:
-        raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
-    return checkpoint
+def batches(classes: list[int], count: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Labels and rows of `count` images in batches; image i has class `classes[i % len(classes)]`.
+
+    Example:
+        >>> [(labels.tolist(), rows.tolist()) for labels, rows in batches([3, 7], count=5, batch_size=3)]
+        [([3, 7, 3], [0, 0, 1]), ([7, 3], [1, 2])]
+    """
+    index = torch.arange(count)
+    labels, rows = torch.tensor(classes)[index % len(classes)], index // len(classes)
+    yield from zip(labels.split(batch_size), rows.split(batch_size), strict=True)
 
 
-def weights_of(checkpoint: dict[str, Any], choice: str, path: Path) -> dict[str, torch.Tensor]:
-    """State dict of the network alone, fp32."""
-    if choice not in WEIGHTS:
-        raise ConfigError(f"weights={choice} is unknown. Choices: {', '.join(WEIGHTS)}.")
-    if WEIGHTS[choice] not in checkpoint:
-        raise ConfigError(f"weights={choice}: {path} was trained with ema=none and has none. Write weights=raw.")
-    state = checkpoint["state_dict"] | checkpoint[WEIGHTS[choice]]  # averages cover trained parameters only
-    return {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
+def save_images(images: Tensor, labels: Tensor, rows: Tensor, folder: Path, num_classes: int) -> None:
+    """One PNG per image, `class3_000012.png` for the thirteenth of class 3, pixels one to one."""
+    width = len(str(max(num_classes - 1, 0)))
+    for image, label, row in zip(images, labels.tolist(), rows.tolist(), strict=True):
+        save_png(image_grid(image[None], columns=1, zoom=1, gap=0), folder / f"class{label:0{width}}_{row:06}.png")
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="sample")

@@ -255,19 +255,53 @@ def draw_samples(
         image_shape: Channels, height and width.
         per_class: Images of each class.
         guidance: See `guided`.
-        seed: The starting noise is drawn on the CPU, so it is the same on every device.
+        seed: See `draw_images`.
         classes: At most so many; a network without classes is sampled without a label, `per_class` times.
 
     Returns:
         `(per_class * classes, C, H, W)` in fp32; image i has class i modulo the number of classes.
     """
+    null_label = int(net.null_label)  # type: ignore[arg-type]
+    shown = min(max(null_label, 1), classes)  # without classes, 0 is the null label
+    index = torch.arange(per_class * shown)
+    return draw_images(net, objective, sampler, image_shape, index % shown, index // shown, guidance, seed)
+
+
+@torch.no_grad()
+def draw_images(
+    net: nn.Module,
+    objective: Objective,
+    sampler: Sampler,
+    image_shape: tuple[int, ...],
+    labels: Tensor,
+    rows: Tensor,
+    guidance: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Sample images of given classes from the network as it stands.
+
+    Args:
+        net: See `draw_samples`.
+        objective: See `draw_samples`.
+        sampler: Solver.
+        image_shape: Channels, height and width.
+        labels: Class of each image, `(batch,)`, int64.
+        rows: Number of each image within its class, `(batch,)`, int64. Class, row and seed decide the starting noise,
+            so an image does not depend on those drawn with it, beyond the last bits of the network's arithmetic.
+        guidance: See `guided`.
+        seed: The starting noise is drawn on the CPU, so it is the same on every device.
+
+    Returns:
+        `(batch, C, H, W)` in fp32.
+    """
     device = next(net.parameters()).device
     null_label = int(net.null_label)  # type: ignore[arg-type]
-    labels = torch.arange(min(max(null_label, 1), classes), device=device).repeat(per_class)  # 0 is null_label at 0
-    noise = torch.randn((len(labels), *image_shape), generator=keyed_generator(SAMPLES, seed)).to(device)
+    keys = zip(labels.tolist(), rows.tolist(), strict=True)
+    noise = torch.stack([torch.randn(image_shape, generator=keyed_generator(SAMPLES, seed, *key)) for key in keys])
     was_training = net.training
     net.eval()
     try:
-        return sampler(guided(objective, net, labels, null_label, guidance), noise, objective)
+        denoise = guided(objective, net, labels.to(device), null_label, guidance)
+        return sampler(denoise, noise.to(device), objective)
     finally:
         net.train(was_training)

@@ -17,9 +17,9 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from recipes.loading import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.flops import peak_flops, training_flops
+from recipes.loading import Batch
 
 
 class SpeedMonitor(L.Callback):

@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 
 from recipes import command_line
 from recipes.autoencoder import Autoencoder
+from recipes.checks import check_batches
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.data import DataModule
 from recipes.images import image_grid
 from recipes.loading import Batch
 from recipes.randomness import TRAINING, keyed_generator
-from recipes.train import check_batches, quiet
+from recipes.train import quiet
 
 
 class AutoencoderModule(L.LightningModule):

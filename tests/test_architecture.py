@@ -39,6 +39,9 @@ TORCH_ONLY = {
     "master": {"borrow", "shards", "storage"},
     "reduction": {"master"},
     "roll_call": set(),
+    "profiles": set(),
+    "snapshots": set(),
+    "posthoc": {"profiles", "snapshots"},
     "ledger": {"master", "reduction", "scaler", "shards"},
 }
 

@@ -33,12 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mixprec import MasterWeightPrecision, PrecisionMonitor
 from recipes.benchmark_panel import Alternating
 from recipes.data import DigitsDataModule
-from recipes.loading import Batch
+from recipes.denoising import Objective
 from recipes.diffusion import DiffusionModule
 from recipes.ending import ValidateAtEnd
 from recipes.flops import peak_flops, training_flops
+from recipes.loading import Batch
 from recipes.loss_means import LossSums, quartiles
-from recipes.objective import DDPM, EDM, FlowMatching, Objective
+from recipes.objective import DDPM, EDM, FlowMatching
 from recipes.progress import ProgressLine
 from recipes.randomness import validation_draws
 from recipes.sample_grid import SampleGrid

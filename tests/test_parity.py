@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_mixprec import MasterWeightPrecision
 from recipes.data import DigitsDataModule
-from recipes.loading import Batch
 from recipes.diffusion import DiffusionModule
 from recipes.dit import DiT
+from recipes.loading import Batch
 from recipes.objective import EDM
 from recipes.randomness import validation_draws
 from recipes.unet import UNet

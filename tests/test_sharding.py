@@ -17,13 +17,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mixprec import (
+    ConstantDecay,
     DynamicLossScaler,
     MasterWeightAveraging,
     MasterWeightPrecision,
+    PowerFunction,
     PrecisionMonitor,
     PrecisionPolicy,
 )
 from lightning_mixprec.sharding import shard_
+from lightning_mixprec.snapshots import read_snapshots
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
 SCENARIOS = {"plain": (6, 0), "accumulate": (3, 0), "overflow": (2, 1), "manual": (6, 0)}  # real steps, skips
@@ -89,9 +92,27 @@ def whole(state):
     return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for name, v in state.items()}
 
 
+class History(L.Callback):
+    """Weights after every real step, the start included."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.steps, self.weights = -1, []
+        self.on_train_batch_end(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.precision_plugin.real_steps > self.steps:
+            self.steps = trainer.precision_plugin.real_steps
+            self.weights.append(whole(pl_module.state_dict()))
+
+
 def train(precision, scenario, directory):
-    plugin, ema = plugin_for(precision), MasterWeightAveraging(0.9)
-    callbacks = [ema, PrecisionMonitor(layers_every_n_steps=1)]
+    plugin, history = plugin_for(precision), History()
+    ema = MasterWeightAveraging(
+        profiles={"constant": ConstantDecay(0.9), "power": PowerFunction(0.1)},
+        snapshot_every=2,
+        snapshot_dir=directory / f"{precision}_{scenario}_snapshots",
+    )
+    callbacks = [ema, PrecisionMonitor(layers_every_n_steps=1), history]
     options = {"strategy": fsdp2(), "devices": 2, "callbacks": callbacks, "use_distributed_sampler": False}
     options["logger"] = CSVLogger(directory / f"{precision}_{scenario}", name="", version="")
     if scenario in ("accumulate", "overflow"):
@@ -106,6 +127,8 @@ def train(precision, scenario, directory):
         "start": start,
         "weights": whole(module.net.state_dict()),
         "average": whole(ema.averages),
+        "power": whole(ema.profile_averages["power"]),
+        "history": history.weights,
         "counts": counts,
         "seen": module.seen,
     }
@@ -162,6 +185,27 @@ def test_a_checkpoint_of_two_shards_resumes(way, precision, runs):
             # DDP averages gradients in 16 bits as a whole, FSDP2 in parts: not the same roundings.
             tolerance = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 2e-4}[precision] if way == "ddp" else 0.0
             torch.testing.assert_close(end[way][name], value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scenario", ["plain", "overflow"])
+def test_averages_of_shards_follow_real_steps(precision, scenario, runs):
+    """T57, T58: several profiles of the shards, and their snapshots, against a loop in float64."""
+    run = runs[0][0][precision, scenario]
+    start, *history = run["history"]
+    assert len(history) == SCENARIOS[scenario][0]
+    for name, value in run["average"].items():
+        constant = power = start[name].double()
+        for t, weights in enumerate(history, start=1):
+            constant = 0.9 * constant + 0.1 * weights[name].double()
+            decay = (1 - 1 / t) ** 7.938
+            power = decay * power + (1 - decay) * weights[name].double()
+            if t == len(history) // 2 * 2:
+                kept = power
+        torch.testing.assert_close(value.double(), constant, rtol=0, atol=1e-6)
+        torch.testing.assert_close(run["power"][name].double(), power, rtol=0, atol=1e-5)
+        last = read_snapshots(runs[1] / f"{precision}_{scenario}_snapshots")[-1]
+        torch.testing.assert_close(last.load()[name].double(), kept, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,0 +1,206 @@
+"""A trained network out of a checkpoint: which file, which of its weights, which sampler.
+
+Why it exists: `recipes.sample`, `recipes.evaluate` and `recipes.export` ask the same questions, and must give the same
+answers and the same refusals. It leaves out resuming (`recipes.resume`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import to_absolute_path
+from torch import Tensor, nn
+
+from lightning_mixprec.posthoc import reconstruct
+from lightning_mixprec.profiles import gamma_of, in_words
+from lightning_mixprec.snapshots import Snapshot, read_snapshots
+from recipes.config import ConfigError, build, did_you_mean, refusals
+from recipes.denoising import Objective
+from recipes.resume import read
+from recipes.sampler import Sampler
+
+State = dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """What a checkpoint brings.
+
+    Args:
+        path: The file.
+        checkpoint: As saved.
+        weights: Which of them, for file names and tables: `averaged`, `posthoc0.07`.
+        state: State dict of the network alone, fp32, on the CPU.
+    """
+
+    path: Path
+    checkpoint: dict[str, Any]
+    weights: str
+    state: State
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Configuration of the run, plain."""
+        return self.checkpoint["recipe"]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.checkpoint["global_step"]
+
+    @property
+    def run(self) -> Path:
+        """The run's directory."""
+        return self.path.parent.parent
+
+    def build(self) -> tuple[Any, Objective, Any]:
+        """Network (without its weights), objective and data module, as configured in the run."""
+        net, objective, data = (build(self.recipe, part) for part in ("model", "objective", "data"))
+        return net, objective, data
+
+    def network(self, net: nn.Module, state: State, device: str | None) -> nn.Module:
+        """The network with weights, for evaluation, on the device that was asked for; null: cuda if there is one."""
+        try:
+            net.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(f"ckpt_path={self.path} does not fit its own model: {error}") from error
+        try:
+            return net.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"device={device} cannot be used: {error} Write device=cpu, or leave it out.") from error
+
+
+def open_checkpoint(config: dict[str, Any]) -> Trained:
+    """The checkpoint and the weights that a command line asks for: `ckpt_path`, `weights` and `sigma_rel`.
+
+    Raises:
+        ConfigError: With what there is instead.
+    """
+    path = checkpoint_path(config["ckpt_path"])
+    checkpoint = read(path)
+    if "recipe" not in checkpoint:
+        raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
+    choice = config["weights"]
+    sigma_rel = None if config["sigma_rel"] is None else number(config, "sigma_rel")
+    state = weights_of(checkpoint, choice, path, sigma_rel)
+    return Trained(path, checkpoint, f"{choice}{sigma_rel:g}" if choice == "posthoc" else choice, state)
+
+
+def checkpoint_path(given: str | None) -> Path:
+    """The file that `ckpt_path` means: a path, or `last` for the newest `last.ckpt` under outputs/."""
+    if given == "last":
+        found = [*Path(to_absolute_path("outputs")).glob("*/*/checkpoints/last.ckpt")]
+        if not found:
+            raise ConfigError(
+                f"ckpt_path=last: looked for {to_absolute_path('outputs')}/*/*/checkpoints/last.ckpt and found none. "
+                "Give the path of a checkpoint, or train first: python -m recipes.train."
+            )
+        return max(found, key=lambda p: p.stat().st_mtime)
+    if given is None:
+        raise ConfigError("ckpt_path is missing. Write ckpt_path=PATH, or ckpt_path=last for the newest checkpoint.")
+    path = Path(to_absolute_path(str(given)))
+    if not path.is_file():
+        raise ConfigError(
+            f"ckpt_path={given}: there is no file {path}. Write ckpt_path=last for the newest checkpoint."
+        )
+    return path
+
+
+def weights_of(checkpoint: dict[str, Any], choice: str, path: Path, sigma_rel: float | None = None) -> State:
+    """State dict of the network alone, fp32.
+
+    Args:
+        checkpoint: Of `recipes.train`.
+        choice: `averaged`, `raw`, the name of a profile of the run, or `posthoc`.
+        path: Of the checkpoint, beside whose folder the snapshots of its run are.
+        sigma_rel: With `posthoc`, the width of the average.
+    """
+    profiles: dict[str, State] = checkpoint.get("averaged_state_dicts", {})
+    choices = ["averaged", "raw", *profiles, "posthoc"]
+    if choice not in choices:
+        raise ConfigError(
+            f"weights={choice} is unknown.{did_you_mean(str(choice), choices)} Choices: {', '.join(choices)}."
+        )
+    if sigma_rel is not None and choice != "posthoc":
+        raise ConfigError(f"sigma_rel={sigma_rel} is for weights=posthoc, and weights={choice}. Leave one of them out.")
+    if choice != "raw" and "averaged_state_dict" not in checkpoint:
+        raise ConfigError(f"weights={choice}: {path} was trained with ema=none and has none. Write weights=raw.")
+    if choice == "posthoc":
+        averages = posthoc(checkpoint, path, sigma_rel)
+    else:
+        averages = {"averaged": checkpoint.get("averaged_state_dict", {}), "raw": {}, **profiles}[choice]
+    state = checkpoint["state_dict"] | averages  # averages cover trained parameters only
+    return {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
+
+
+def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> State:
+    """An average of any length until the step of the checkpoint, from its own and from the snapshots of its run."""
+    if sigma_rel is None:
+        raise ConfigError("weights=posthoc: which length? Write sigma_rel=NUMBER, such as sigma_rel=0.07.")
+    try:
+        gamma_of(sigma_rel)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    described = checkpoint.get("averaged_profiles", {})
+    widths = {name: each["sigma_rel"] for name, each in described.items() if each["profile"] == "PowerFunction"}
+    if not widths:
+        raise ConfigError(
+            f"weights=posthoc needs power-function averages; {path} has {in_words(described) or 'a constant decay'}. "
+            "Train with ema=power, or write weights=averaged."
+        )
+    states: dict[str, dict[str, Any]] = checkpoint["callbacks"]
+    saved = next(state for name, state in states.items() if "MasterWeightAveraging" in name)
+    now = saved["n_averaged"]
+    directory = Path(saved.get("snapshot_dir", path.parent.parent / "snapshots"))
+    if not directory.is_dir():  # the run was moved
+        directory = path.parent.parent / "snapshots"
+    averages = checkpoint["averaged_state_dicts"]
+    snapshots = [Snapshot(now, width, lambda name=name: averages[name]) for name, width in widths.items()]  # type: ignore[misc]
+    snapshots += [each for each in read_snapshots(directory, until=now) if each.n_averaged < now]
+    try:
+        average, distance = reconstruct(snapshots, sigma_rel)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(f"reconstructed    sigma_rel={sigma_rel} from {len(snapshots)} averages, profile within {distance:.1%}")
+    return average
+
+
+def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -> Sampler:
+    """The sampler of the command line, or else the run's own, with `sampler.steps` if it is given.
+
+    Raises:
+        ConfigError: If it cannot be built, or the objective cannot be sampled with it.
+    """
+    given = {key: value for key, value in config["sampler"].items() if value is not None}
+    node = given if "_target_" in given else trained.recipe["sampler"] | given
+    with refusals({"sampler": node}, "sampler"):
+        sampler: Sampler = build({"sampler": node}, "sampler")
+        sampler.check(objective)
+    return sampler
+
+
+def whole_number(config: dict[str, Any], key: str, least: int) -> int:
+    """A count from the command line.
+
+    Raises:
+        ConfigError: If it is none, or too small.
+    """
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key}={value} must be a whole number of at least {least}.")
+    return value
+
+
+def number(config: dict[str, Any], key: str) -> float:
+    """A number from the command line.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    value = config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{key}={value} must be a number.")
+    return float(value)
