@@ -5,8 +5,8 @@ the modes take turns: in each of several rounds every mode trains for a few step
 compared within a round. Counts (casts, bytes) are exact and come from one step of the last round.
 
 A mode is stock Lightning's `precision` (`32-true, 16-mixed, bf16-mixed, 16-true, bf16-true`) or the plugin's (`fp32,
-bf16, fp16`), followed by any of `+split`, `+split24`, `+none` (masters), `+compile`, `+clip` (the gradient norm to 1)
-and `+channels_last`: `bf16+split+compile`.
+bf16, fp16, fp8`), followed by any of `+split`, `+split24`, `+none` (masters), `+compile`, `+clip` (the gradient norm to
+1) and `+channels_last`: `bf16+split+compile`.
 
 It leaves out more than one device, data loading and validation.
 """
@@ -41,12 +41,12 @@ from recipes.train import quiet
 
 Stock: TypeAlias = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 STOCK: tuple[str, ...] = get_args(Stock)
-COUNTERPARTS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+COUNTERPARTS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed"}
 """What people would use without the plugin."""
 
 FLAGS = ("compile", "clip", "channels_last")
 ON_CPU = ("32-true", "bf16-mixed", "bf16-true", "bf16", "bf16+split", "bf16+split24")
-ON_GPU = (*ON_CPU, "16-mixed", "16-true", "fp16", "bf16-mixed+compile", "bf16+compile")
+ON_GPU = (*ON_CPU, "16-mixed", "16-true", "fp16", "bf16-mixed+compile", "bf16+compile", "fp8+compile")
 """Modes that are measured unless others are asked for. A CPU computes fp16 about twenty times slower than fp32."""
 
 WITHIN = 0.01
@@ -294,7 +294,10 @@ def precision_of(config: dict[str, Any], mode: Mode, device: torch.device) -> di
     if mode.stock:
         return {"precision": mode.precision}
     node = config["precision"]
-    node = {**node, "policy": {**node["policy"], "compute": mode.precision}, "masters": mode.masters}
+    policy = {**node["policy"], "compute": mode.precision}
+    if mode.precision == "fp8" and device.type == "cpu":
+        policy["emulate"] = True  # slowly: for its loss and its counts
+    node = {**node, "policy": policy, "masters": mode.masters}
     if mode.precision != "fp16":
         node.pop("scaler", None)
     return {"plugins": build({"precision": node}, "precision")}

@@ -49,7 +49,7 @@ def purposes() -> str:
 
     Example:
         >>> print(purposes().splitlines()[0].split(":")[0].strip())
-        digits_ddpm
+        cifar10_unet
     """
     files = sorted((CONF / "experiment").glob("*.yaml"))
     width = max(len(path.stem) for path in files)

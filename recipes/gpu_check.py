@@ -28,9 +28,11 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision
+from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, PrecisionPolicy
+from lightning_mixprec.float8 import Products, swap_linear_
 from lightning_mixprec.layers import NormLayer, swap_
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.policy import Float8Recipe
 from lightning_mixprec.storage import Masters
 from recipes import benchmark, command_line
 from recipes.config import plain
@@ -49,8 +51,8 @@ SMALL = {
 }
 """What is measured, as overrides of `recipes.benchmark`."""
 
-MODES = ("32-true", "bf16-mixed", "bf16", "bf16+split", "bf16+split24", "16-mixed", "fp16")
-COMPILED = ("bf16-mixed+compile", "bf16+compile")
+MODES: tuple[str, ...] = ("32-true", "bf16-mixed", "bf16", "bf16+split", "bf16+split24", "16-mixed", "fp16")
+COMPILED = ("bf16-mixed+compile", "bf16+compile", "fp8+compile")
 
 
 class Net(nn.Module):
@@ -262,6 +264,34 @@ def check_compile(device: str) -> str:
     return f"0 graph breaks, loss {ends[1]:.4f} (eager {ends[0]:.4f})"
 
 
+def check_float8(device: str) -> str:
+    """fp8 layers learn what bf16 learns, with batches of any size, and multiply zeros exactly."""
+    emulate = device == "cpu"
+    losses = {}
+    recipes: tuple[Float8Recipe, ...] = ("tensorwise", "rowwise")
+    policies = {"bf16": PrecisionPolicy("bf16")}
+    for recipe in recipes:
+        policies[f"fp8 {recipe}"] = PrecisionPolicy(
+            "bf16", fp8=["net.mlp.*"], fp8_defaults=False, fp8_recipe=recipe, emulate=emulate
+        )
+    for name, policy in policies.items():
+        module, _ = fit(device, MasterWeightPrecision(policy), 40)
+        losses[name] = float(torch.stack(module.losses[-8:]).mean())
+    for name, loss in losses.items():
+        assert abs(loss / losses["bf16"] - 1) < 0.02, f"{name}: loss {loss:.4f}, bf16 {losses['bf16']:.4f}"
+    layer = nn.Linear(64, 32).to(device, torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.zero_()
+    swap_linear_(layer, device, torch.bfloat16, Products.of("tensorwise", emulate=emulate))
+    for tokens in (1, 15, 16, 33):
+        y = layer(torch.randn(tokens, 64, device=device, dtype=torch.bfloat16))
+        assert torch.equal(y, layer.bias.expand_as(y)), f"zero weights and {tokens} tokens do not give the bias"
+        y.float().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.isfinite().all(), "gradients of a zero layer are not finite"
+    return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+
+
 def check_checkpoint(device: str) -> str:
     """What comes back from the device is fp32 and loads strictly into a plain module."""
     plugin = MasterWeightPrecision("bf16", masters="split")
@@ -285,6 +315,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "skipped steps": check_skip,
     "synchronisations": check_synchronisations,
     "compile": check_compile,
+    "fp8": check_float8,
     "checkpoint": check_checkpoint,
 }
 

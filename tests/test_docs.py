@@ -52,6 +52,8 @@ def test_readme_recipe_commands(tmp_path):
         command = command.replace("python", f"'{sys.executable}'", 1)
         if "recipes.train" in command:
             command += f" trainer.max_steps={4 if 'ckpt_path=last' in command else 2}"  # resuming needs steps to do
+        if "recipes.evaluate" in command:
+            command += " samples=20"
         options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
         done = subprocess.run(command, shell=True, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
