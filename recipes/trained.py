@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import to_absolute_path
+from hydra.utils import get_object, to_absolute_path
 from torch import Tensor, nn
 
 from lightning_mixprec.posthoc import reconstruct
@@ -168,14 +168,34 @@ def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> 
     return average
 
 
+@dataclass(frozen=True)
+class RunSampler:
+    """Stands for the sampler of the run that a checkpoint comes from: `sampler=run`.
+
+    Args:
+        steps: In place of the run's.
+
+    Example:
+        >>> RunSampler(steps=10).steps
+        10
+    """
+
+    steps: int | None = None
+
+    def check(self, objective: Objective) -> None:
+        """Refuse to be used where there is no checkpoint yet."""
+        raise ValueError("sampler=run is for recipes.sample and recipes.evaluate, which have a checkpoint.")
+
+
 def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -> Sampler:
     """The sampler of the command line, or else the run's own, with `sampler.steps` if it is given.
 
     Raises:
         ConfigError: If it cannot be built, or the objective cannot be sampled with it.
     """
-    given = {key: value for key, value in config["sampler"].items() if value is not None}
-    node = given if "_target_" in given else trained.recipe["sampler"] | given
+    node = config["sampler"]
+    if get_object(node["_target_"]) is RunSampler:
+        node = trained.recipe["sampler"] | {key: node[key] for key in ("steps",) if node.get(key) is not None}
     with refusals({"sampler": node}, "sampler"):
         sampler: Sampler = build({"sampler": node}, "sampler")
         sampler.check(objective)

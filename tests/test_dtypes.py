@@ -103,7 +103,7 @@ def test_all_but_the_layers_is_fp32_in_a_run(monkeypatch: pytest.MonkeyPatch, op
     assert entered["proj_out"][1::2] == [torch.float32] * (len(entered["proj_out"]) // 2)
     assert {loss.dtype for loss in module.losses} == {torch.float32}
     assert trainer.callback_metrics["val/loss"].dtype == torch.float32
-    assert module._val_sum.dtype == torch.float32
+    assert module._val.totals.dtype == torch.float32
     assert {value.dtype for value in average.averages.values()} == {torch.float32}
     assert any((value.to(half).float() != value).any() for value in average.averages.values())  # not widened halves
     # Schedules in buffers: as they were, in every bit.
