@@ -81,13 +81,14 @@ class LabelledImages(Images):
         super().__init__(flip, seed)
         self.images = images
         self.labels = labels
+        self._labels = labels.tolist()
 
     def __len__(self) -> int:
         return len(self.images)
 
     def read(self, row: int) -> tuple[Tensor, int]:
         """See `Images.read`."""
-        return self.images[row], int(self.labels[row])
+        return self.images[row], self._labels[row]
 
 
 class DataModule(L.LightningDataModule):

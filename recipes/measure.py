@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero"}
+_READS = {"_local_scalar_dense", "nonzero", "is_nonzero"}
+
+
+class _Lists(TorchFunctionMode):
+    """Notes calls of `tolist`, which dispatches nothing on a CPU."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0].device.type == "cpu":  # elsewhere it copies, which is dispatched
+            self._note()
+        return func(*args, **(kwargs or {}))
 
 
 class Operations(TorchDispatchMode):
@@ -47,6 +61,21 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.casts = self.cast_bytes = self.reads = 0
+        self._lists = _Lists(self._read)
+
+    def __enter__(self) -> Operations:
+        """Count from here on."""
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Count no more."""
+        super().__exit__(*exception)
+        self._lists.__exit__(*exception)
+
+    def _read(self) -> None:
+        self.reads += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what went in and came out."""
@@ -59,8 +88,8 @@ class Operations(TorchDispatchMode):
         elif name in ("_foreach_copy_", "_foreach_copy"):
             for target, source in zip(result if result is not None else args[0], args[1], strict=True):
                 self._note(source, target)
-        elif name in _READS:
-            self.reads += 1
+        elif name in _READS or (name == "equal" and args[0].device.type != "cpu"):
+            self.reads += 1  # on a CPU, the plugin compares fingerprints of weights, which it does nowhere else
         return result
 
     def _note(self, source: Tensor, target: Tensor) -> None:

@@ -116,8 +116,8 @@ def signature_of(target: str) -> Signature:
         ValueError: If there is none; with near misses.
 
     Example:
-        >>> signature_of("torch.nn.Identity").takes_any, signature_of("fractions.Fraction").names
-        (True, ['numerator', 'denominator'])
+        >>> signature_of("torch.nn.Identity").takes_any, signature_of("torch.nn.SiLU").names
+        (True, ['inplace'])
     """
     try:
         constructor = _located(target)
@@ -198,7 +198,7 @@ def problems_in(config: dict[str, Any]) -> list[Problem]:
         >>> for problem in problems_in(config):
         ...     print(problem.text)
         seed=y: takes a whole number. Change it, or leave it out.
-        unknown key 'trainer.max_stpes'. Did you mean 'max_steps'?
+        unknown key 'trainer.max_stpes'. Did you mean 'max_steps' or 'max_time'?
         trainer.max_epochs=x: lightning.Trainer takes a whole number. Change it, or leave it out.
     """
     found = [

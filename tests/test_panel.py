@@ -495,7 +495,7 @@ def test_samples_are_made_images_first_and_broken_ones_are_flagged(
     from PIL import Image
 
     grid = Image.open(tmp_path / "grids" / "step000001.png")
-    assert grid.getpixel((3 * 4, 3 * 4)) == (255, 0, 0)
+    assert grid.getpixel((3 * 2, 3 * 2)) == (255, 0, 0)
     assert grid.getpixel((0, 0)) == (128, 128, 128)
 
 
