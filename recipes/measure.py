@@ -8,6 +8,7 @@ It leaves out what to measure and what to make of it (`recipes.benchmark`).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -150,8 +151,8 @@ class Clock:
         """Now: for a GPU, when it gets there."""
         if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -180,7 +181,8 @@ def live_bytes(device: str = "cpu") -> int:
         for part in [getattr(item, name) for name in names] or [item]:
             if not isinstance(part, FakeTensor | FunctionalTensor):  # of a compiler: no memory
                 storage = part.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                with contextlib.suppress(RuntimeError):  # what torch 2.11's compiler leaves has none, and no class
+                    storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

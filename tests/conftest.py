@@ -1,4 +1,4 @@
-"""Two workers share the suite (`pytest -n 0` is one process): files stay whole, and one worker has all that start others.
+"""Two workers share the suite (`pytest -n 0` is one process); files stay whole, and one has all that start processes.
 
 Processes of a test wait for each other, so two such tests at a time would compete for the cores of a small machine.
 """
