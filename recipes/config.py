@@ -203,7 +203,10 @@ def refusal(node: Any, path: str, below: list[str], cause: BaseException) -> Con
             break
         node, path = child, f"{path}.{key}"
     given = {f"{path}.{k}": v for k, v in node.items() if k not in HYDRA_KEYS and not isinstance(v, dict)}
-    arguments = ", ".join(f"{key}={value}" for key, value in _about(given, str(cause)).items()) or path
+    found = _about(given, str(cause))
+    if found == given and any(isinstance(value, dict) for value in node.values()):
+        found = {}  # it names none of these, and may be about an object among the arguments
+    arguments = ", ".join(f"{key}={value}" for key, value in found.items()) or path
     reason = str(cause).strip() or type(cause).__name__
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", reason):  # handed on to another constructor
         reason = reason.rstrip(".?") + "." + did_you_mean(unknown[1], keywords_of(node["_target_"]))

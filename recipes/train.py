@@ -40,6 +40,7 @@ NOISE = (
     ".*smaller than the logging interval.*",  # short epochs; logging counts steps across epochs
     ".*not supported by the model summary.*",  # the summary's estimate of memory, which nobody asked for
     ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6.6 with torch 2.14; delete when Lightning adapts
+    ".*exists and is not empty.*",  # a run that goes on does so in its own directory
     ".*does not have many workers.*",  # the data are a tensor in memory
 )
 """Warnings of Lightning that do not concern the recipes' users."""
@@ -116,7 +117,9 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         raise ConfigError(*problems)
     plan = checks.policy_plan(parts["precision"], module)
     if parts["precision"].policy.compute == "fp16" and trainer.strategy.root_device.type == "cpu":
-        rank_zero_warn("precision=fp16 on a CPU is right but about 20 times slower. For a trial add model=unet_tiny.")
+        small = sum(param.numel() for param in module.parameters()) < 100_000
+        trial = "" if small else " For a trial add model=unet_tiny."
+        rank_zero_warn(f"precision=fp16 on a CPU is right but about 20 times slower.{trial}")
     if dry:
         dry_run.run_one_batch(trainer, module, data, plan, parts["precision"].masters)
         return trainer

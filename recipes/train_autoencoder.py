@@ -16,7 +16,6 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import to_absolute_path
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
@@ -30,6 +29,7 @@ from recipes.config import ConfigError, build, check_targets, fail, plain, refus
 from recipes.data import DataModule
 from recipes.images import image_grid
 from recipes.loading import Batch
+from recipes.progress import ProgressLine
 from recipes.randomness import TRAINING, keyed_generator
 from recipes.train import quiet
 
@@ -165,7 +165,7 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
         "trainer",
         plugins=build(config, "precision"),
         logger=build(config, "logger") if config.get("logger") else False,
-        callbacks=TQDMProgressBar(),  # Rich's would show "Epoch 3/-2"
+        callbacks=ProgressLine(),
         enable_checkpointing=False,
     )
     check_batches(trainer, data)

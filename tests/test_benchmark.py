@@ -131,6 +131,11 @@ def test_recommendation_is_the_fastest_that_learns_and_of_equals_the_smallest() 
         "Take precision=bf16 precision.masters=split: 0.63 times the step of bf16-mixed, "
         "and 14.0 bytes per parameter instead of 16.0."
     )
+    results["bf16-mixed"].step_seconds = [0.4]
+    assert recommendation(results) == (
+        "None of the plugin's modes is faster than bf16-mixed here. The nearest is precision=bf16 "
+        "precision.masters=split: 1.26 times its step, and 14.0 bytes per parameter instead of 16.0."
+    )
     del results["bf16"], results["bf16+split"]
     assert recommendation(results).startswith("None of the plugin's modes")
 
