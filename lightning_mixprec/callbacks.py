@@ -113,12 +113,13 @@ class MasterWeightAveraging(WeightAveraging):
         if snapshot_dtype not in get_args(SnapshotDtype):
             raise ValueError(f"snapshot_dtype={snapshot_dtype!r} is unknown. Choose 'fp32' or 'fp16'.")
         self.snapshot_every = snapshot_every
-        self.snapshot_dir = Path(snapshot_dir) if snapshot_dir is not None else None
+        self.snapshot_dir = self._given_dir = Path(snapshot_dir) if snapshot_dir is not None else None
         self.snapshot_dtype: SnapshotDtype = snapshot_dtype
         self.profile_averages: dict[str, Averages] = {name: {} for name in self.profiles}
         self.n_averaged = 0
         self._continued: Path | None = None  # where the snapshots of the run that this one continues are
         self._starts_anew = False  # a checkpoint without these profiles was loaded
+        self._keeps_snapshots = False
         self._real_steps = 0
         self._raw: Averages = {}  # the weights, while the average is in their place
 
@@ -138,8 +139,9 @@ class MasterWeightAveraging(WeightAveraging):
         for averages in self.profile_averages.values():
             for name, weight in _trained_weights(pl_module):
                 averages[name] = self._place(self._average_of(averages, name, weight), weight)
-        if self.snapshot_every is not None:
-            self.snapshot_dir = self.snapshot_dir or Path(trainer.default_root_dir) / "snapshots"
+        self._keeps_snapshots = self.snapshot_every is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._keeps_snapshots:
+            self.snapshot_dir = self._given_dir or Path(trainer.default_root_dir) / "snapshots"
             if trainer.is_global_zero:
                 self._tidy_snapshots(self.snapshot_dir)
 
@@ -182,7 +184,7 @@ class MasterWeightAveraging(WeightAveraging):
                 for average, weight in zip(own, weights.values(), strict=True):
                     average.copy_(self.avg_fn(average, weight, self.n_averaged))
         self.n_averaged += 1
-        if self.snapshot_every is not None and self.n_averaged % self.snapshot_every == 0:
+        if self._keeps_snapshots and self.n_averaged % (self.snapshot_every or 1) == 0:
             self._write_snapshot(pl_module)
 
     def _write_snapshot(self, pl_module: LightningModule) -> None:
@@ -269,14 +271,20 @@ class MasterWeightAveraging(WeightAveraging):
         the first are stored once), and ``"averaged_profiles"`` says what they are.
         """
         held = checkpoint["state_dict"]
+        first: dict[int, str] = {}  # a tied parameter has its average under the first of its names
+        named = pl_module.named_parameters(remove_duplicate=False)
+        names = {name: first.setdefault(id(param), name) for name, param in named}
         by_profile = {}
         for profile, averages in self.profile_averages.items():  # on all ranks
             by_profile[profile] = {name: value for name, value in _whole(averages).items() if name in held}
-        checkpoint["averaged_state_dict"] = {**held, **next(iter(by_profile.values()))}
+        averaged = next(iter(by_profile.values()))
+        checkpoint["averaged_state_dict"] = {name: averaged.get(names.get(name, name), held[name]) for name in held}
+        checkpoint["averaged_names"] = list(averaged)
         checkpoint["averaged_profiles"] = describe(self.profiles)
         if len(by_profile) > 1 or self._widths:
             checkpoint["averaged_state_dicts"] = by_profile
-        checkpoint["state_dict"] = {**held, **self._raw}  # inside a validation the module holds the average
+        # Inside a validation the module holds the average.
+        checkpoint["state_dict"] = {name: self._raw.get(names.get(name, name), held[name]) for name in held}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the averages of a checkpoint; one without any, or with none of these profiles, starts them anew.
@@ -299,7 +307,12 @@ class MasterWeightAveraging(WeightAveraging):
             sources, self._starts_anew = {}, True
             if saved:
                 rank_zero_warn(f"The checkpoint has averages {in_words(saved)}; {in_words(ours)} start at its weights.")
-        trained = {name: param for name, param in pl_module.named_parameters() if param.requires_grad}
+        averaged = checkpoint.get("averaged_names")  # not who is trained now: some may be unfrozen, or frozen, later
+        trained = {
+            name: param
+            for name, param in pl_module.named_parameters()
+            if (param.requires_grad if averaged is None else name in averaged)
+        }
         for profile, averages in self.profile_averages.items():
             values = {name: value.float() for name, value in sources.get(profile, {}).items() if name in trained}
             averages |= {name: shard_like(value, trained[name]).clone() for name, value in values.items()}

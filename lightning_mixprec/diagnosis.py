@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.overflow import Verdict, Watch
-from lightning_mixprec.replay import Replayer, meets_other_ranks, without_hooks
+from lightning_mixprec.replay import Replayer, is_transformed, meets_other_ranks, without_hooks
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class _Sentinel:
     def __call__(self, network: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._diagnosis is None or torch.compiler.is_compiling():
             return None
-        if self._diagnosis.training_step:
+        if self._diagnosis.training_step or is_transformed():
             return None
         diagnosis, self._diagnosis = self._diagnosis, None  # the network is called again inside
         try:

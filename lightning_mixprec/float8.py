@@ -89,7 +89,7 @@ class Float8Layer(SwappedLayer):
         device_type, compute = self._mixprec
         products = self._mixprec_products
         with torch.autocast(device_type, enabled=False):
-            rows = input.reshape(-1, self.in_features).to(compute)
+            rows = input.reshape(-1, input.shape[-1]).to(compute)  # of another width, it is refused below
             # Hardware sums over multiples of 16, and the gradient of the weight sums over tokens.
             gemms = products.ragged if rows.shape[0] % MULTIPLE else products.whole
             output: Tensor = matmul_with_hp_or_float8_args.apply(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_mixprec.replay import tensors_in
+from lightning_mixprec.replay import stored, tensors_in
 
 
 class InnerOverflow(TorchDispatchMode):
@@ -101,7 +101,8 @@ class InnerOverflow(TorchDispatchMode):
 
     def _counts(self, tensor: Tensor) -> bool:
         # torchao's fp8 tensors say that they are of the compute dtype, and know few operations; they cannot overflow.
-        return tensor.dtype == self._dtype and not is_traceable_wrapper_subclass(tensor)
+        mine = tensor.dtype == self._dtype and not is_traceable_wrapper_subclass(tensor)
+        return mine and tensor.layout == torch.strided and stored(tensor) is not None
 
 
 def _bounded(tensor: Tensor) -> Tensor:

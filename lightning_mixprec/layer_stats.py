@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.formats import lost_updates
-from lightning_mixprec.replay import tensors_in
+from lightning_mixprec.replay import is_transformed, stored, tensors_in
 from lightning_mixprec.shards import local
 
 _SAMPLE = 2**14  # weights of a tensor whose updates are looked at
@@ -93,9 +93,12 @@ class BatchStats:
 
     @torch.no_grad()
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if is_transformed():
+            return
         for _, tensor in tensors_in(output):
-            if tensor.is_floating_point() and tensor.numel():
-                self._note(name, "activation", local(tensor.detach()))
+            values = stored(local(tensor.detach())) if tensor.is_floating_point() else None
+            if values is not None and values.numel():
+                self._note(name, "activation", values)
 
     @torch.no_grad()
     def after_backward(self, scale: Tensor) -> None:

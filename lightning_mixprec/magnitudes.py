@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mixprec.replay import tensors_in
+from lightning_mixprec.replay import stored, tensors_in
 from lightning_mixprec.shards import local
 
 
@@ -26,8 +26,8 @@ def nonfinite(value: Any) -> Tensor:
         >>> nonfinite([torch.ones(1), {"x": torch.tensor(float("inf"))}])
         tensor(True)
     """
-    parts = [local(tensor) for _, tensor in tensors_in(value) if tensor.is_floating_point()]
-    flags = [~torch.isfinite(part).all() for part in parts]
+    parts = [stored(local(tensor)) for _, tensor in tensors_in(value) if tensor.is_floating_point()]
+    flags = [~torch.isfinite(part).all() for part in parts if part is not None]
     return torch.stack(flags).any() if flags else torch.tensor(False)
 
 
@@ -41,8 +41,8 @@ def largest(value: Any) -> Tensor:
     """
     sizes = [
         torch.where(torch.isfinite(t), t, 0).detach().float().abs().max()
-        for _, t in tensors_in(value)
-        if t.is_floating_point() and t.numel()
+        for t in (stored(tensor) for _, tensor in tensors_in(value) if tensor.is_floating_point())
+        if t is not None and t.numel()
     ]
     return torch.stack(sizes).max() if sizes else torch.tensor(0.0)
 

@@ -439,6 +439,7 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in map(local, grads):
         values = grad._values() if grad.is_sparse else grad
+        values = torch.view_as_real(values) if values.is_complex() else values
         by_dtype.setdefault(values.dtype, []).append(values)
     for tensors in by_dtype.values():
         if device.type == "cpu":

@@ -166,7 +166,8 @@ class PrecisionMonitor(Callback):
         stats, self._stats = self._stats, None
         if plugin is None:
             return
-        self._recent.append(plugin.step_was_skipped)
+        if plugin.step_was_skipped or not trainer.fit_loop._should_accumulate():
+            self._recent.append(plugin.step_was_skipped)  # of each update, however many batches it takes
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if plugin.step_was_skipped:
             self._note_overflow(trainer, plugin, step)
@@ -190,7 +191,7 @@ class PrecisionMonitor(Callback):
             "loss_scale": read[0],
             "skipped": float(plugin.step_was_skipped),
             "skipped_total": read[2],
-            "skip_rate": skipped / len(self._recent),
+            "skip_rate": skipped / max(len(self._recent), 1),
             "consecutive_skips": read[3],
             "real_steps": read[4],
             "fp32_layers": float(len(plugin.fp32_layers)),
@@ -296,7 +297,10 @@ class PrecisionMonitor(Callback):
             logger.experiment.add_text("mixprec/learned", text, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A run that is cut short has learned something too."""
+        """A run that is cut short has learned something too, and nothing stays on its layers."""
+        if self._stats is not None:
+            self._stats.stop()
+            self._stats = None
         if self._batches and trainer.state.fn == "fit":
             self.on_train_end(trainer, pl_module)
 

@@ -40,6 +40,8 @@ def lean_norm(forward: Any, module: Any, x: Tensor) -> Tensor | None:
         >>> lean_norm(nn.LayerNorm.forward, nn.LayerNorm(2), torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)).dtype
         torch.bfloat16
     """
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return None  # torch.func and forward-mode derivatives know torch's own operations alone
     mixed = _has_mixed_kernels(x)
     if forward is nn.GroupNorm.forward:
         if mixed:
@@ -106,6 +108,8 @@ def _layer_norm_backward(
     by_x = kernel(grad, x, list(size), mean, rstd, weight, bias, [True, False, False])[0] if mask[0] else None
     if not any(mask[1:]):
         return [by_x, None, None]
+    if not x.numel():
+        return [by_x, *(torch.zeros_like(weight) if need else None for need in mask[1:])]
     width = math.prod(size)
     rows = max(1, _IN_CACHE // width)
     parts = [each.reshape(-1, each.numel() * width // x.numel()) for each in (grad, x, mean, rstd)]
@@ -117,6 +121,11 @@ def _layer_norm_backward(
         )[1:]
         sums = [new if old is None or new is None else old + new for old, new in zip(sums, found, strict=True)]
     return [by_x, *(each.view(tuple(size)) if need else None for each, need in zip(sums, mask[1:], strict=True))]
+
+
+def _is_transformed() -> bool:
+    level: Any = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def _has_mixed_kernels(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.magnitudes import cures, differ, headroom_bits, largest, nonfinite
-from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
+from lightning_mixprec.replay import Replayer, ReplayError, is_transformed, tensors_in
 
 # Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
 _LARGE_GRADIENT = 0.125
@@ -199,7 +199,7 @@ class Watch:
             self._versions[name] = _versions((args, kwargs))
 
     def _after_forward(self, name: str, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self._busy:
+        if self._busy or is_transformed():
             return None
         bad = bool(nonfinite(output))
         better = None

@@ -597,8 +597,8 @@ class MasterWeightPrecision(Precision):
                 self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
-            if state_dict.get("fp32_layers") and self._answers is not None:
-                self._answers.move_to_fp32(state_dict["fp32_layers"])
+        if state_dict.get("fp32_layers") and self._answers is not None and self.compute_dtype != torch.float32:
+            self._answers.move_to_fp32(state_dict["fp32_layers"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""
