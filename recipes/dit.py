@@ -41,7 +41,7 @@ def sin_cos_2d(height: int, width: int, dim: int) -> Tensor:
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a fixed table to the patches, in place; the sum is taken in fp32 and rounded once.
+    """Adds a fixed table to the patches; the sum is taken in fp32 and rounded once.
 
     The table is a frozen parameter: precision plans show it, leave it in fp32, and optimizers do not get it.
     """
@@ -52,7 +52,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `(batch, patches, dim)` to the same shape and dtype."""
-        return tokens.add_(self.pos_embed)
+        return (tokens + self.pos_embed).to(tokens.dtype)
 
 
 class SelfAttention(nn.Module):
