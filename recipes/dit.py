@@ -52,7 +52,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map `(batch, patches, dim)` to the same shape and dtype."""
-        return (tokens + self.pos_embed).to(tokens.dtype)
+        return tokens.clone(memory_format=torch.contiguous_format).add_(self.pos_embed)
 
 
 class SelfAttention(nn.Module):
@@ -197,8 +197,7 @@ class DiT(nn.Module):
         condition = self.time_embedding(sinusoid(noise_level.float() * self.time_scale, TIME_FEATURES))
         condition = condition + self.class_embedding(labels)  # (batch, hidden_size)
 
-        tokens = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()  # (batch, patches, hidden_size)
-        tokens = self.positions(tokens)
+        tokens = self.positions(self.patch_embed(x).flatten(2).transpose(1, 2))  # (batch, patches, hidden_size)
         for block in self.blocks:
             tokens = call(block, tokens, condition, checkpointing=self.checkpointing)
         shift, scale = self.modulation_out(F.silu(condition))[:, None].chunk(2, dim=2)

@@ -241,9 +241,10 @@ def test_no_hook_of_the_monitor_stays_after_an_exception(tmp_path, error):
         raise error
 
     module = Module(net(), fail)
+    watched = {"callbacks": [PrecisionMonitor()], "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    trainer = make_trainer(MasterWeightPrecision("bf16"), **watched)
     with pytest.raises((error, SystemExit)):
-        watched = {"callbacks": [PrecisionMonitor()], "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
-        make_trainer(MasterWeightPrecision("bf16"), **watched).fit(module, batches())
+        trainer.fit(module, batches())
     assert not any(layer._forward_hooks for layer in module.modules())
 
 
