@@ -35,6 +35,9 @@ def check_settings(config: dict[str, Any]) -> None:
         for part in NEEDED
         if not (isinstance(config.get(part), dict) and "_target_" in config[part])
     ]
+    trainer = config.get("trainer") or {}
+    if trainer.get("val_check_interval", 1) == 0:
+        problems.append("trainer.val_check_interval=0 must be a number of batches, or a share of an epoch, above 0.")
     if not 0 <= config["seed"] < 2**32:
         problems.append(f"seed={config['seed']} must be a whole number from 0 to {2**32 - 1}.")
     if config.get("resume") and config.get("ckpt_path") not in (None, "auto"):
@@ -73,6 +76,11 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
     (Lightning-AI/pytorch-lightning#21808), which would silently train with a smaller batch than asked for.
     """
     ranks, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    if few := getattr(trainer, "overfit_batches", 0):
+        raise ConfigError(
+            f"trainer.overfit_batches={few}: Lightning would put a loader of its own in place of the recipe's. Write "
+            "trainer.limit_train_batches=NUMBER for a few batches an epoch."
+        )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigError(
             "GradientAccumulationScheduler: data.batch_size is the batch of every step. Write "

@@ -82,7 +82,9 @@ def run_one_batch(
         masters: Of `config["precision"]`.
     """
     (watch,) = (callback for callback in trainer.callbacks if isinstance(callback, OneBatch))  # type: ignore[attr-defined]
-    averaged = any(isinstance(callback, MasterWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    averaging = [each for each in trainer.callbacks if isinstance(each, MasterWeightAveraging)]  # type: ignore[attr-defined]
+    for callback in averaging:
+        callback.snapshot_every = None  # nothing is saved
     trainer.fit(module, datamodule=data)
     if not trainer.is_global_zero:
         return
@@ -93,7 +95,7 @@ def run_one_batch(
         masters,
         optimizer=watch.optimizer * (trainer.world_size if sharded else 1),
         activations=watch.saved,
-        averaged=averaged,
+        averages=sum(len(callback.profiles) for callback in averaging),
         shards=trainer.world_size if sharded else None,
     )
     report(module, plan, memory, f"each of {trainer.world_size} {trainer.strategy.root_device.type} device(s)")
@@ -116,7 +118,9 @@ def without_devices(config: dict[str, Any]) -> None:
     with torch.device("meta"), collected(problems):
         parts |= build_all(config, ("model",))
     with collected(problems):
-        parts |= build_all(config, ("data", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler"))
+        parts |= build_all(
+            config, ("data", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler", "ema")
+        )
     settings = config["trainer"]
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}  # the other arguments are those of the run
     with collected(problems):
@@ -146,7 +150,7 @@ def without_devices(config: dict[str, Any]) -> None:
         plugin.masters,
         optimizer=state_bytes_of_a_step((p for p in module.parameters() if p.requires_grad), module.make_optimizer),
         activations=activations_of(config, plugin, (size, *shape)),
-        averaged=bool(config.get("ema")),
+        averages=len(parts["ema"].profiles) if parts["ema"] is not None else 0,
         shards=ranks if isinstance(parts["strategy"], ModelParallelStrategy) else None,
     )
     report(module, plan, memory, f"each of {ranks} device(s)")

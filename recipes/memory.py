@@ -76,7 +76,7 @@ def count(
     *,
     optimizer: int | None,
     activations: int | None,
-    averaged: bool,
+    averages: int,
     shards: int | None = None,
 ) -> Memory:
     """Bytes of one training step on one device.
@@ -87,7 +87,7 @@ def count(
         masters: As `MasterWeightPrecision` takes it.
         optimizer: Bytes of its state over all parameters; see `state_bytes`.
         activations: Bytes that one batch saves for backward; see `saved_for_backward`.
-        averaged: Whether weights are averaged.
+        averages: Number of averages of the weights.
         shards: Processes that share parameters (FSDP2), whose shards are fp32 and their own masters; None: each has
             all.
 
@@ -95,7 +95,7 @@ def count(
         >>> from lightning_mixprec import PrecisionPolicy
         >>> net = nn.Sequential(nn.Linear(9, 100))
         >>> plan = PrecisionPolicy("bf16").resolve(net)
-        >>> memory = count(net, plan, "split", optimizer=8000, activations=None, averaged=True)
+        >>> memory = count(net, plan, "split", optimizer=8000, activations=None, averages=1)
         >>> memory.weights, memory.masters, memory.gradients, memory.averages, memory.total
         (2000, 2000, 2000, 4000, 18000)
     """
@@ -103,7 +103,7 @@ def count(
     if shards is not None:
         each = [parameter.numel() * 4 for _, parameter in named]
         trained = sum(p.numel() * 4 for _, p in named if p.requires_grad)
-        split = [-(-size // shards) for size in (sum(each), trained, optimizer or 0, trained * averaged)]
+        split = [-(-size // shards) for size in (sum(each), trained, optimizer or 0, trained * averages)]
         return Memory(split[0], 0, split[1], None if optimizer is None else split[2], split[3], activations)
     width = {name: plan.parameters[name].itemsize for name, _ in named}
     trained_named = [(name, p) for name, p in named if p.requires_grad]
@@ -112,7 +112,7 @@ def count(
         masters=sum(p.numel() * EXTRA_BYTES[masters] for name, p in trained_named if width[name] == 2),
         gradients=sum(p.numel() * width[name] for name, p in trained_named),
         optimizer=optimizer,
-        averages=sum(p.numel() * 4 for _, p in trained_named) * averaged,
+        averages=sum(p.numel() * 4 for _, p in trained_named) * averages,
         activations=activations,
     )
 

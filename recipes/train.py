@@ -68,10 +68,10 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     """
     check_targets(config)
     checks.check_settings(config)
-    if config["dry_run"] == "meta":
+    if config.get("dry_run") == "meta":
         dry_run.without_devices(config)
         return None
-    seed, dry = config["seed"], bool(config["dry_run"])
+    seed, dry = config["seed"], bool(config.get("dry_run"))
     ckpt_path = resume.find_checkpoint(config, output_dir)
     checkpoint = resume.read(ckpt_path) if ckpt_path else None
     L.seed_everything(seed, workers=True)
@@ -132,7 +132,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if trainer.is_global_zero:
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         print(f"{type(module.net).__name__} with {trained:,} trained parameters")
-    if config["compile"]:
+    if config.get("compile"):
         module.net.compile()  # in place: names of weights stay as they are
     with earlier_runs.held(output_dir, trainer.is_global_zero):
         try:
@@ -208,7 +208,11 @@ def main(cfg: DictConfig) -> float | None:
     output_dir = Path(HydraConfig.get().runtime.output_dir)
     if sweep.is_job():
         return sweep.run_job(output_dir)
-    if cfg.get("resume") == "auto" and not cfg.dry_run and earlier_runs.is_complete(output_dir, cfg.trainer.max_steps):
+    if (
+        cfg.get("resume") == "auto"
+        and not cfg.get("dry_run")
+        and earlier_runs.is_complete(output_dir, cfg.trainer.max_steps)
+    ):
         print(f"resume=auto: the run in {output_dir} is complete, nothing is left to do")
         return None
     try:
@@ -218,7 +222,7 @@ def main(cfg: DictConfig) -> float | None:
         fail(error)
     if trainer is None:
         return None
-    if trainer.is_global_zero and not cfg.dry_run:
+    if trainer.is_global_zero and not cfg.get("dry_run"):
         report(trainer, output_dir)
     return validation_loss(trainer)
 

@@ -313,7 +313,7 @@ def test_bytes_are_those_of_live_tensors(masters: Any) -> None:
         shadow = Module()
     trained = [p for p in shadow.parameters() if p.requires_grad]
     state = memory.state_bytes_of_a_step(trained, lambda: torch.optim.AdamW(trained))
-    counted = memory.count(module, plan, masters, optimizer=state, activations=None, averaged=True)
+    counted = memory.count(module, plan, masters, optimizer=state, activations=None, averages=1)
     assert counted.weights == found["weights"]
     assert counted.averages == found["averages"]
     assert state is not None
@@ -360,8 +360,46 @@ def test_an_unknown_optimizer_is_said_to_be_unknown() -> None:
 
     assert memory.state_bytes_of_a_step([weight], lambda: Asks([weight])) is None
     net = build({"model": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}}, "model")
-    counted = memory.count(
-        net, PrecisionPolicy("fp32").resolve(net), "fp32", optimizer=None, activations=0, averaged=False
-    )
+    counted = memory.count(net, PrecisionPolicy("fp32").resolve(net), "fp32", optimizer=None, activations=0, averages=0)
     assert re.search(r"optimizer +unknown", str(counted))
     assert "at least" in str(counted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["+trainer.overfit_batches=2"], "trainer.limit_train_batches=NUMBER"),
+        (["trainer.val_check_interval=0"], "trainer.val_check_interval=0 must be"),
+        (["dry_run=meta", "ema.decay=7"], "decay=7"),
+    ],
+)
+def test_what_would_fail_later_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    overrides: list[str],
+    expected: str,
+) -> None:
+    assert cli(monkeypatch, "model=unet_tiny", *overrides, f"hydra.run.dir={tmp_path}/run") == 2
+    shown = capfd.readouterr().err
+    assert expected in shown
+    assert "Traceback" not in shown
+
+
+def test_settings_that_are_left_out_have_their_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ["model=unet_tiny", "trainer.max_steps=1", "trainer.accelerator=cpu", "~dry_run", "~compile"]
+    assert cli(monkeypatch, *options, "callbacks.samples.per_class=1", f"hydra.run.dir={tmp_path}/run") == 0
+
+
+def test_a_dry_run_counts_every_average_and_saves_none(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = {}
+    for ema in ("default", "power"):
+        options = ["model=unet_tiny", f"ema={ema}", "dry_run=true", "trainer.accelerator=cpu"]
+        options += ["ema.snapshot_every=1"] * (ema == "power")
+        assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/{ema}") == 0
+        (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("averages"))
+        found[ema] = float(line.split()[1])
+    assert found["power"] == pytest.approx(2 * found["default"], abs=0.2)
+    assert not [*tmp_path.rglob("average_*")]

@@ -228,7 +228,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def test_fsdp2_on_two_processes_of_one_command(tmp_path: Path) -> None:
     command = ["recipes.train", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=2"]
-    process = start([*command, *TINY], tmp_path)
+    process = start([*command, *TINY, "model=dit_tiny"], tmp_path)
     shown = finish(process)
     assert process.returncode == 0, shown[-3000:]
     assert "128 images per step = 64 per batch x 2 process(es) x 1 accumulated; 11 steps per epoch\n" in shown
