@@ -243,6 +243,42 @@ def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
         ImageFolderDataModule(str(root), image_size=8).setup()
 
 
+UNLIKE_A_SPLIT = {
+    "train with another name": {"train/a": 2, "train/b": 2, "validation/a": 1, "validation/b": 1},
+    "train and test": {"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 1},
+    "unlabelled test images": {"train/a": 2, "train/b": 2, "test": 3},
+    "val alone": {"val/a": 2, "val/b": 2},
+    "no name right": {"training/a": 2, "training/b": 2, "validation/a": 1, "validation/b": 1},
+    "one level too high": {"photos/a": 2, "photos/b": 2},
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_A_SPLIT)
+def test_parts_of_a_split_are_not_taken_for_classes(tmp_path: Path, name: str) -> None:
+    """A network of two classes, "train" and "validation", would train as if nothing were wrong."""
+    root = folder(tmp_path, UNLIKE_A_SPLIT[name])
+    for use in (lambda data: data.setup(), lambda data: data.num_classes):
+        with pytest.raises(
+            ConfigError, match=r"look like parts of a split, which must be called train/ and val/\. Ren"
+        ):
+            use(ImageFolderDataModule(str(root), image_size=8))
+
+
+def test_what_looks_like_a_split_and_is_none_still_trains(tmp_path: Path) -> None:
+    """A lone train/ is the root; a class may be called train, have its images further below, or breeds in folders."""
+    layouts: list[tuple[dict[str, int], int, int]] = [
+        ({"train/a": 10, "train/b": 10, "train/c": 10}, 3, 30),
+        ({"train": 10, "car": 20}, 2, 30),
+        ({"a/images": 10, "b/images": 20}, 2, 30),
+        ({"cats/siamese": 10, "cats/persian": 5, "dogs/collie": 10, "dogs/poodle": 5}, 2, 30),
+    ]
+    for i, (counts, classes, images) in enumerate(layouts):
+        data = ImageFolderDataModule(str(folder(tmp_path / str(i), counts)), image_size=8, val_every=10)
+        data.setup()
+        assert (data.num_classes, len(data.train), len(data.val)) == (classes, images * 9 // 10, images // 10)
+        assert {int(data.train[row]["label"]) for row in range(len(data.train))} == {*range(classes)}
+
+
 def test_images_without_classes(tmp_path: Path) -> None:
     root = folder(tmp_path, {"x": 10, "x/deeper": 10, "y": 20})
     data = ImagesDataModule(str(root), image_size=8, flip=True)
@@ -534,6 +570,25 @@ def test_resuming_with_workers_and_flips_is_exact(
     arguments = [f"ckpt_path={tmp_path}/whole/checkpoints/last.ckpt", "per_class=2", "sampler.steps=2"]
     assert cli(monkeypatch, *arguments, f"output={path}", program=sample) == 0
     assert Image.open(path).size == (32, 32 * 2 + 2)
+
+
+@pytest.mark.parametrize("limit", ["4", "0.37"])
+def test_a_run_that_ended_with_a_limited_epoch_is_extended_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """4 of an epoch's 11 batches, as a number or a share: the loader has more, of which one too many was taken."""
+    steps = 4
+    common = [*SHORT, "data.batch_size=128", f"+trainer.limit_train_batches={limit}", "~callbacks.samples"]
+    common += ["logger=none", "precision=bf16", "trainer.limit_val_batches=1"]
+    runs = {"whole": (2 * steps, []), "half": (steps, []), "rest": (2 * steps, [f"ckpt_path={tmp_path}/half"])}
+    for name, (end, more) in runs.items():
+        more = [f"{each}/checkpoints/last.ckpt" for each in more]
+        run = f"hydra.run.dir={tmp_path}/{name}"
+        assert cli(monkeypatch, *common, f"trainer.max_steps={end}", run, *more) == 0
+    whole, rest = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "rest")
+    assert whole["global_step"] == rest["global_step"] == 2 * steps
+    for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
+        assert_same(whole[entry], rest[entry], entry)
 
 
 def test_a_corrupt_image_ends_the_run_with_its_name(

@@ -245,7 +245,7 @@ def test_evaluation_is_what_plain_loops_give(
     monkeypatch.setattr(evaluate, "train_classifier", lambda data, device: train_classifier(data, device, steps=60))
     assert cli(monkeypatch, evaluate, last(run), "samples=90", "guidance=1.5", "seed=3", "batch_size=40") == 0
     shown = capfd.readouterr().out
-    result = json.loads((run / "checkpoints" / "last_averaged_guidance1.5_seed3.json").read_text())
+    result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3.json").read_text())
 
     net, objective = network(run)
     raw, _ = network(run, "state_dict")
@@ -278,7 +278,7 @@ def test_bad_samples_are_counted_and_not_measured(
     saved["averaged_state_dict"]["net.conv_out.bias"].fill_(torch.nan)
     torch.save(saved, tmp_path / "bad.ckpt")
     assert cli(monkeypatch, evaluate, f"ckpt_path={tmp_path}/bad.ckpt", "samples=10", "sampler.steps=2") == 0
-    result = json.loads((tmp_path / "bad_averaged_guidance1_seed0.json").read_text())
+    result = json.loads((tmp_path / "bad_averaged_ddim2_guidance1_seed0.json").read_text())
     assert result["non_finite_samples"] == 10
     assert result["frechet_distance"] is result["validation_loss"] is None
     assert result["validation_loss_raw"] > 0
