@@ -7,7 +7,6 @@ write the same files at once.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ class SmallImagesDataModule(DataModule):
         return LabelledImages(images, labels, flip=self.flip and train, seed=self.seed)
 
     def _found(self, train: bool) -> Any:
-        name, where = self.source.__name__, Path(to_absolute_path(self.directory))
+        name, where = self.source.__name__, to_absolute_path(self.directory)
         try:
             return self.source(where, train=train)
         except Exception as error:  # absent or cut off; torchvision raises RuntimeError, ValueError, AssertionError ...

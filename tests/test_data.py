@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import pickle
 import signal
@@ -28,9 +29,11 @@ from PIL import Image
 from test_recipes import ROOT, SHORT, assert_same, checkpoint, cli
 from torchvision.datasets import CIFAR10, MNIST
 
-from recipes import sample
+from recipes import encode, evaluate, export, sample
+from recipes.autoencoder import Autoencoder
 from recipes.config import ConfigError
 from recipes.data import DigitsDataModule, LabelledImages, SyntheticDataModule, from_uint8
+from recipes.features import train_classifier
 from recipes.image_files import ImageFiles, ImageFolderDataModule, ImagesDataModule, read_image
 from recipes.images import to_uint8
 from recipes.loading import ResumableLoader, ShuffledShard
@@ -551,7 +554,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_resuming_with_workers_and_flips_is_exact(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """57 images in steps of 8: 14 steps are two epochs; stopped after 10, in the middle of the second."""
     common = [*SHORT, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "data.num_workers=2"]
@@ -570,6 +573,33 @@ def test_resuming_with_workers_and_flips_is_exact(
     arguments = [f"ckpt_path={tmp_path}/whole/checkpoints/last.ckpt", "per_class=2", "sampler.steps=2"]
     assert cli(monkeypatch, *arguments, f"output={path}", program=sample) == 0
     assert Image.open(path).size == (32, 32 * 2 + 2)
+    # Neither drawing nor exporting looks for the images.
+    capfd.readouterr()
+    monkeypatch.chdir(tmp_path)
+    photos.rename(tmp_path / "elsewhere")
+    try:
+        assert cli(monkeypatch, arguments[0], f"output={tmp_path}/again.png", *arguments[1:], program=sample) == 0
+        assert cli(monkeypatch, arguments[0], f"output={tmp_path}/exported", program=export) == 0
+        for program, argument in ((sample, "classes=[0]"), (export, "label=0")):
+            assert cli(monkeypatch, arguments[0], argument, program=program) == 2
+            assert f"error: {argument}: the network was trained without classes" in capfd.readouterr().err
+    finally:
+        (tmp_path / "elsewhere").rename(photos)
+    assert (tmp_path / "again.png").read_bytes() == path.read_bytes()
+    quick = partial(train_classifier, steps=5)
+    monkeypatch.setattr(evaluate, "train_classifier", quick)
+    # Evaluated in features of a network that knows no classes either.
+    assert cli(monkeypatch, arguments[0], "samples=6", "sampler.steps=2", program=evaluate) == 0
+    shown = capfd.readouterr().out
+    (measured,) = (tmp_path / "whole" / "checkpoints").glob("last_averaged_heun2_*.json")
+    result = json.loads(measured.read_text())
+    assert result["class_accuracy"] is result["classifier_accuracy"] is None
+    assert result["frechet_distance"] > 0
+    assert "quarter turns of training images" in result["frechet_network"]
+    assert "no classes" in shown
+    config = json.loads((tmp_path / "exported" / "unet" / "config.json").read_text())
+    assert (config["sample_size"], config["in_channels"]) == ([8, 8], 3)
+    assert json.loads((tmp_path / "exported" / "recipe.json").read_text())["null_label"] == 0
 
 
 @pytest.mark.parametrize("limit", ["4", "0.37"])
@@ -589,6 +619,36 @@ def test_a_run_that_ended_with_a_limited_epoch_is_extended_exactly(
     assert whole["global_step"] == rest["global_step"] == 2 * steps
     for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
         assert_same(whole[entry], rest[entry], entry)
+
+
+RELATIVE = {
+    "images": ["data=images", "data.directory=here/photos", *PHOTOS[1:]],
+    "image_folder": ["data=image_folder", "data.directory=here/photos", *PHOTOS[1:3], "model.num_classes=1"],
+    "mnist": ["experiment=mnist_unet", "data.directory=here/mnist"],
+    "webdataset": ["data=webdataset", "data.shards='here/s-{00..01}.tar'", "data.val_shards='here/s-0*.tar'"],
+    "latents": ["experiment=digits_latent", "data.directory=here/latents", "data.autoencoder=here/autoencoder"],
+}
+
+
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_relative_paths_begin_where_the_command_was_typed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where Hydra changes into the run's directory."""
+    here = tmp_path / "here"
+    folder(here, {"photos/some": 40})
+    fake_mnist(here / "mnist")
+    write_shards(here, [20, 20])
+    Autoencoder(in_channels=1, latent_channels=2).save(here / "autoencoder")
+    monkeypatch.chdir(tmp_path)
+    if kind == "latents":
+        where = ["autoencoder=here/autoencoder", "output=here/latents"]
+        assert cli(monkeypatch, "data=digits", *where, program=encode) == 0
+    common = ["trainer.accelerator=cpu", "trainer.devices=1", "data.batch_size=16", "data.num_workers=0"]
+    small = ["model.in_channels=2"] if kind == "latents" else ["model=unet_tiny"]
+    small += PHOTOS[1:] if kind == "webdataset" else []
+    assert cli(monkeypatch, *small, *RELATIVE[kind], *common, "dry_run=true", "hydra.job.chdir=true") == 0
+    assert "loss of one batch" in capfd.readouterr().out
 
 
 def test_a_corrupt_image_ends_the_run_with_its_name(
