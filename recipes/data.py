@@ -182,6 +182,10 @@ class DataModule(L.LightningDataModule):
         rank, ranks, size = self._place()
         rows = len(self.train)  # type: ignore[arg-type]
         shard = ShuffledShard(rows, rank, ranks, self.seed, per_step=self.batch_size // ranks)
+        limit = self.trainer.limit_train_batches if self.trainer else None
+        if limit is not None:  # an int is a number of batches, a float their share
+            full = len(shard) // size
+            shard.at_most = size * (int(full * limit) if isinstance(limit, float) else min(full, limit))
         return ResumableLoader(self.train, shard, size, self.num_workers)
 
     def val_dataloader(self) -> Loader:

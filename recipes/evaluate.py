@@ -1,7 +1,8 @@
 """How good is a checkpoint? `python -m recipes.evaluate ckpt_path=...` prints a table and keeps it as JSON.
 
 - Validation loss on the fixed noise that training validates on, of the weights chosen and of the raw ones.
-- Class accuracy: how many samples a classifier of the training split takes for what they were asked to be.
+- Class accuracy: how many samples a classifier of the training split takes for what they were asked to be; null for
+  data without classes.
 - Frechet distance of the samples to the training split, beside that of real validation images and of noise, without
   which the number says nothing (it also depends on how many images there are, fewer of which are further away).
 
@@ -26,12 +27,12 @@ from torch.utils.data import DataLoader
 from recipes import command_line
 from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.denoising import Objective
-from recipes.features import FrechetDistance, SmallClassifier, frechet_distance, pixels, train_classifier
+from recipes.features import TURNS, FrechetDistance, SmallClassifier, frechet_distance, pixels, train_classifier
 from recipes.images import count_non_finite
 from recipes.randomness import validation_draws
 from recipes.sample import batches
 from recipes.sampler import draw_images
-from recipes.trained import number, open_checkpoint, sampler_of, weights_of, whole_number
+from recipes.trained import number, open_checkpoint, result_name, sampler_of, weights_of, whole_number
 
 
 def evaluate(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,20 +58,22 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     given = config["inception_weights"]
     inception = to_absolute_path(given) if given else None
     data.setup()
-    classifier = SmallClassifier(1, data.num_classes)
-    frechet_distance(classifier, inception, torch.device("cpu"))  # refuses a missing file before minutes have passed
+    classifier = SmallClassifier(1, data.num_classes or len(TURNS))
+    frechet_distance(
+        classifier, inception, torch.device("cpu"), data.num_classes
+    )  # refuses a missing file before minutes have passed
 
     raw_loss = validation_loss(net, objective, data)
     net.load_state_dict(trained.state)
     loss = validation_loss(net, objective, data)
     classifier = train_classifier(data, device)
-    metric, network = frechet_distance(classifier, inception, device)
+    metric, network = frechet_distance(classifier, inception, device, data.num_classes)
     for batch in DataLoader(data.train, batch_size):
         metric.update(pixels(data, batch["image"].to(device)), real=True)
 
     right, bad = 0, 0
     shape: tuple[int, ...] = ()
-    for labels, rows in batches(list(range(data.num_classes)), count, batch_size):
+    for labels, rows in batches(list(range(max(data.num_classes, 1))), count, batch_size):
         samples = draw_images(net, objective, sampler, data.image_shape, labels, rows, guidance, seed)
         bad += count_non_finite(samples)
         images = pixels(data, samples)
@@ -95,8 +98,10 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         "non_finite_samples": bad,
         "validation_loss": finite(loss),
         "validation_loss_raw": finite(raw_loss),
-        "class_accuracy": right / count,
-        "classifier_accuracy": sum(correct(classifier, *each) for each in real) / len(data.val),
+        "class_accuracy": right / count if data.num_classes else None,
+        "classifier_accuracy": sum(correct(classifier, *each) for each in real) / len(data.val)
+        if data.num_classes
+        else None,
         "frechet_distance": distance,
         "frechet_distance_validation": of(metric, [images for images, _ in real]),
         "frechet_distance_noise": of(metric, [images.to(device) for images in noise]),
@@ -105,7 +110,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         "frechet_validation": len(data.val),
     }
     show(result)
-    name = f"{trained.path.stem}_{trained.weights}_guidance{guidance:g}_seed{seed}.json"
+    name = f"{result_name(trained, sampler, guidance, seed)}.json"
     output = Path(to_absolute_path(config["output"])) if config["output"] else trained.path.with_name(name)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_suffix(".partial")
@@ -159,9 +164,12 @@ def show(result: dict[str, Any]) -> None:
     table.add_row(
         "validation loss", text("validation_loss", ".4f"), f"raw weights {text('validation_loss_raw', '.4f')}"
     )
-    table.add_row(
-        "class accuracy", text("class_accuracy", ".1%"), f"validation images {text('classifier_accuracy', '.1%')}"
-    )
+    if result["class_accuracy"] is None:
+        table.add_row("class accuracy", "no classes", "")
+    else:
+        table.add_row(
+            "class accuracy", text("class_accuracy", ".1%"), f"validation images {text('classifier_accuracy', '.1%')}"
+        )
     table.add_row(
         "Frechet distance",
         text("frechet_distance", ".2f"),

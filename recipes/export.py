@@ -47,7 +47,8 @@ def export(config: dict[str, Any]) -> Path:
     trained = open_checkpoint(config)
     objective, data = build(trained.recipe, "objective"), build(trained.recipe, "data")
     node, state = trained.recipe["model"], trained.state
-    label = chosen_label(config["label"], data.num_classes)
+    shape, num_classes = trained.made_for(data)
+    label = chosen_label(config["label"], num_classes)
     suffix = "" if label is None else f"_label{config['label']}"
     output = trained.run / "exports" / f"step{trained.step:06}_{trained.weights}{suffix}"
     if config["output"]:
@@ -63,7 +64,7 @@ def export(config: dict[str, Any]) -> Path:
         "label": config["label"],
         "recipe": {key: trained.recipe[key] for key in ("model", "objective", "sampler", "data")},
     }
-    unet = unet_config(node, data.image_shape)
+    unet = unet_config(node, shape)
     if unet is None:
         if label is not None:
             raise ConfigError(f"label={config['label']} is for U-Nets; {node['_target_']} has no place for it.")
@@ -77,7 +78,7 @@ def export(config: dict[str, Any]) -> Path:
         if label is not None:
             state, unet = fold_label(state, unet, label)
         files |= {"unet/config.json": unet, f"unet/{WEIGHTS}": state, "scheduler/scheduler_config.json": scheduler}
-        note |= {"timestep_factor": factor, "null_label": data.num_classes if label is None else None}
+        note |= {"timestep_factor": factor, "null_label": num_classes if label is None else None}
         note["call"] = call(scheduler, factor, note["null_label"])
         if isinstance(objective, DDPM) and factor == 1 and label is not None:
             parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", "DDPMScheduler"]}
@@ -97,6 +98,11 @@ def chosen_label(label: Any, num_classes: int) -> int | None:
         return None
     if label == "none":
         return num_classes
+    if not num_classes:
+        raise ConfigError(
+            f"label={label}: the network was trained without classes. Write label=none for a network that takes no "
+            "labels, or leave it out."
+        )
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < num_classes:
         raise ConfigError(
             f"label={label}: the data have classes 0 to {num_classes - 1}. Write one of them, or label=none for a "

@@ -1,7 +1,9 @@
 """Networks in whose features images are compared: a small classifier made on the spot, or Inception from a file.
 
 Why it exists: a Frechet distance is a number about a network as much as about images. Inception says nothing about 8x8
-digits, and its weights are a download; a classifier of the data at hand is neither. Which one was used is always said.
+digits, and its weights are a download; a classifier of the data at hand is neither. Where the data have no classes, it
+tells how an image is turned, which takes features of what is in it (Gidaris et al. 2018). Which one was used is always
+said.
 It leaves out the distance itself, which is torchmetrics'.
 """
 
@@ -22,6 +24,9 @@ from recipes.images import to_uint8
 
 SEED = 0
 """Of the small classifier, the same for all evaluations, so that they can be compared."""
+
+TURNS = (0, 1, 2, 3)
+"""Quarter turns that are told apart where the data have no classes."""
 
 
 class SmallClassifier(nn.Module):
@@ -77,6 +82,8 @@ class Features(nn.Module):
 def train_classifier(data: Any, device: torch.device, steps: int = 1800, batch_size: int = 64) -> SmallClassifier:
     """Train a classifier on the training split, by AdamW at 2e-3; 80 epochs of the digits, in seconds.
 
+    It tells classes apart, or where the data have none, by how many of `TURNS` an image was turned.
+
     Args:
         data: Data module, set up.
         device: Where to compute. Initialisation and order are drawn on the CPU.
@@ -86,14 +93,17 @@ def train_classifier(data: Any, device: torch.device, steps: int = 1800, batch_s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         channels = data.to_images(data.train[0]["image"][None]).shape[1]
-        classifier = SmallClassifier(channels, data.num_classes).to(device)
+        classifier = SmallClassifier(channels, data.num_classes or len(TURNS)).to(device)
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(SEED)
     size = min(batch_size, len(data.train))
     loader = DataLoader(data.train, batch_size=size, shuffle=True, drop_last=True, generator=generator)
     for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps):
-        logits = classifier(pixels(data, batch["image"].to(device)))
-        loss = F.cross_entropy(logits, batch["label"].to(device))
+        images, labels = pixels(data, batch["image"].to(device)), batch["label"].to(device)
+        if not data.num_classes:
+            labels = torch.randint(len(TURNS), (size,), generator=generator)
+            images = torch.stack([image.rot90(n, (1, 2)) for image, n in zip(images, labels.tolist(), strict=True)])
+        loss = F.cross_entropy(classifier(images), labels.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -115,7 +125,7 @@ class FrechetDistance(FrechetInceptionDistance):
 
 
 def frechet_distance(
-    classifier: SmallClassifier, inception_weights: str | None, device: torch.device
+    classifier: SmallClassifier, inception_weights: str | None, device: torch.device, num_classes: int = 1
 ) -> tuple[FrechetDistance, str]:
     """The metric, which takes 8-bit images, and the network that it looks through, in words.
 
@@ -124,12 +134,14 @@ def frechet_distance(
         inception_weights: File with the weights of torch-fidelity's Inception
             (`weights-inception-2015-12-05-6726825d.pth`); nothing is ever downloaded.
         device: Where to compute.
+        num_classes: Of the data; 0: the classifier was trained on turns.
 
     Raises:
         ConfigError: If the file or torch-fidelity is not there. The small network never takes its place silently.
     """
     if inception_weights is None:
-        words = f"small classifier of the training split ({classifier.num_features} features), not Inception"
+        trained_on = "of the training split" if num_classes else "of quarter turns of training images"
+        words = f"small classifier {trained_on} ({classifier.num_features} features), not Inception"
         return FrechetDistance(feature=Features(classifier), reset_real_features=False).to(device), words
     path = Path(inception_weights)
     if not path.is_file():

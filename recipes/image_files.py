@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hydra.utils import to_absolute_path
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
@@ -167,15 +168,16 @@ class ImagesDataModule(DataModule):
         return self._split(self._find(root, {"": 0}), root)
 
     def root(self) -> Path:
-        """The directory, which must exist."""
+        """The directory, absolute, which must exist."""
         if self.directory is None:
             raise ConfigError(f"data.directory is missing. Write data.directory=PATH, {self.expected}.")
-        if not Path(self.directory).is_dir():
+        root = Path(to_absolute_path(self.directory))  # where the command was typed, wherever the run is
+        if not root.is_dir():
             raise ConfigError(
-                f"data.directory={self.directory}: there is no directory {Path(self.directory).absolute()}. Write "
-                f"data.directory=PATH, {self.expected}."
+                f"data.directory={self.directory}: there is no directory {root}. Write data.directory=PATH, "
+                f"{self.expected}."
             )
-        return Path(self.directory)
+        return root
 
     def _find(self, root: Path, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
         """Path and label of every image below the folders of the classes, by name."""
@@ -204,8 +206,10 @@ class ImagesDataModule(DataModule):
 class ImageFolderDataModule(ImagesDataModule):
     """A directory per class, numbered by name, as torchvision's `ImageFolder` has it.
 
-    `train/` and `val/`, each with the same classes, are the split if they are there (ImageNet). Otherwise the classes
-    are directories of `directory` itself, and every n-th image validates.
+    `train/` and `val/`, each with the same classes, are the split if they are there (ImageNet). `train/` as the only
+    directory holds the classes, and every n-th image validates. Otherwise the classes are directories of `directory`
+    itself, with the images in them or further below, and every n-th image validates. A split under other names is
+    refused: its parts would be taken for the classes.
 
     Args:
         directory: See above.
@@ -234,9 +238,9 @@ class ImageFolderDataModule(ImagesDataModule):
         root = self._training_root()
         classes = self._classes(root)
         found = self._find(root, classes)
-        if root == self.root():
-            return self._split(found, root)
         val = self.root() / "val"
+        if root == self.root() or not val.is_dir():
+            return self._split(found, root)
         if self._classes(val) != classes:
             differ = sorted(self._classes(val).keys() ^ classes.keys())
             raise ConfigError(
@@ -246,8 +250,28 @@ class ImageFolderDataModule(ImagesDataModule):
         return self._files(found, self.flip), self._files(self._find(val, classes))
 
     def _training_root(self) -> Path:
+        """Where the classes are that are trained on.
+
+        Raises:
+            ConfigError: If the folders there are parts of a split, of which one is not called as it must be.
+        """
         root = self.root()
-        return root / "train" if (root / "train").is_dir() and (root / "val").is_dir() else root
+        train, val = root / "train", root / "val"
+        if train.is_dir() and val.is_dir():
+            return train
+        folders = [root / name for name in self._classes(root)]
+        if folders == [train] and not _has_images(train):
+            return train
+        named = any(folder in (train, val) and not _has_images(folder) for folder in folders)
+        if named or (not any(_has_images(folder) for folder in folders) and _same_folders(folders)):
+            names = ", ".join(f"{folder.name}/" for folder in folders[:5]) + " ..." * (len(folders) > 5)
+            raise ConfigError(
+                f"data.directory={self.directory}: {names} hold folders of images, and look like parts of a split, "
+                "which must be called train/ and val/. Rename the part that validates to val/ and the one that trains "
+                f"to train/; or write data.directory={folders[0]} for one part alone, of which every "
+                f"{self.val_every}th image validates."
+            )
+        return root
 
     def _classes(self, root: Path) -> dict[str, int]:
         try:
@@ -260,6 +284,17 @@ class ImageFolderDataModule(ImagesDataModule):
                 "without classes write data=images."
             )
         return {name: label for label, name in enumerate(names)}
+
+
+def _same_folders(parents: list[Path]) -> bool:
+    """Whether all have two or more folders of the same names: classes, then. One, as in CLASS/images/, is none."""
+    names = [{child.name for child in parent.iterdir() if child.is_dir()} for parent in parents]
+    return len(set.intersection(*names)) > 1
+
+
+def _has_images(folder: Path) -> bool:
+    """Directly in it."""
+    return any(_is_image(child.path) for child in os.scandir(folder))
 
 
 def _is_image(path: str) -> bool:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import to_absolute_path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.autoencoder import FrozenAutoencoder, fingerprint
+from recipes.autoencoder import DTYPES, FrozenAutoencoder, fingerprint
 from recipes.config import ConfigError
 from recipes.data import DataModule
 from recipes.image_files import workers
@@ -98,17 +99,17 @@ def read_manifest(directory: str) -> Manifest:
     Raises:
         ConfigError: If there is none, or the encoding was interrupted.
     """
-    path = Path(directory) / MANIFEST
+    path = Path(to_absolute_path(directory)) / MANIFEST
     command = f"python -m recipes.encode data=NAME autoencoder=PATH output={directory}"
     if not path.is_file():
-        if Path(directory).is_dir() and any(Path(directory).glob("*.safetensors")):
+        if path.parent.is_dir() and any(path.parent.glob("*.safetensors")):
             raise ConfigError(
-                f"data.directory={directory}: the encoding was interrupted, there is no {path.absolute()}. Finish it "
-                f"by the command that began it: {command}."
+                f"data.directory={directory}: the encoding was interrupted, there is no {path}. Finish it by the "
+                f"command that began it: {command}."
             )
         raise ConfigError(
-            f"data.directory={directory}: there is no cache of latents, which would have {path.absolute()}. Encode "
-            f"images first: {command}; or write data.directory=PATH of a cache."
+            f"data.directory={directory}: there is no cache of latents, which would have {path}. Encode images first: "
+            f"{command}; or write data.directory=PATH of a cache."
         )
     try:
         found = json.loads(path.read_text())
@@ -216,6 +217,8 @@ class LatentsDataModule(DataModule):
         num_workers: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, workers(num_workers))
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype} of the autoencoder is unknown. Choices: {', '.join(DTYPES)}.")
         self.directory = directory
         self.autoencoder = autoencoder
         self.dtype = dtype
@@ -252,8 +255,8 @@ class LatentsDataModule(DataModule):
                 "themselves. Encode with flip=true, or leave data.flip out."
             )
         flip = source.views == 2 if self.flip is None else self.flip
-        self.check_autoencoder()
-        root = Path(str(self.directory))
+        self.load_autoencoder()  # rather than at the first sample grid, before which hours may pass
+        root = Path(to_absolute_path(str(self.directory)))
         return (
             Latents(root, splits["train"], source, flip, self.seed),
             Latents(root, splits["val"], source),
@@ -266,7 +269,7 @@ class LatentsDataModule(DataModule):
             ConfigError: If it is not there, or not the one that made the cache.
         """
         source = self.manifest.source
-        path = self.autoencoder or source.autoencoder
+        path = to_absolute_path(self.autoencoder or source.autoencoder)
         try:
             found = fingerprint(path)
         except ConfigError as error:
@@ -279,11 +282,23 @@ class LatentsDataModule(DataModule):
             )
         return path
 
+    def load_autoencoder(self) -> FrozenAutoencoder:
+        """What decodes; loaded once.
+
+        Raises:
+            ConfigError: If it cannot be, or is not the one that made the cache.
+        """
+        if self._decoder is None:
+            path = self.check_autoencoder()
+            try:
+                self._decoder = FrozenAutoencoder(path, self.dtype)
+            except ConfigError as error:
+                raise ConfigError(f"data.{error}") from error
+        return self._decoder
+
     def to_images(self, samples: Tensor) -> Tensor:
         """Decode, in the autoencoder's own dtype. Latents that are not finite give pixels that are not."""
-        if self._decoder is None:
-            self._decoder = FrozenAutoencoder(self.check_autoencoder(), self.dtype)
-        return self._decoder.decode(samples)
+        return self.load_autoencoder().decode(samples)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_decoder": None}  # each process loads its own

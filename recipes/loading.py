@@ -40,6 +40,10 @@ class ShuffledShard(Sampler[tuple[int, int]]):
         seed: Same on all ranks.
         per_step: Samples that one rank takes in one optimizer step.
 
+    Attributes:
+        at_most: Samples of an epoch that is cut short, or None. Not in `len`, of which Lightning takes its own limit. A
+            run that ended where such an epoch does would otherwise find more batches of it when it goes on.
+
     Example:
         >>> sorted([*ShuffledShard(4, rank=0, world_size=2, seed=0), *ShuffledShard(4, rank=1, world_size=2, seed=0)])
         [(0, 0), (0, 1), (0, 2), (0, 3)]
@@ -51,6 +55,7 @@ class ShuffledShard(Sampler[tuple[int, int]]):
         self.world_size = world_size
         self.seed = seed
         self.per_step = per_step
+        self.at_most: int | None = None
         self.epoch = 0
         self.resume_epoch, self.resume_at = 0, 0  # in this epoch, start at this sample of the shard
 
@@ -64,7 +69,7 @@ class ShuffledShard(Sampler[tuple[int, int]]):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = self.epoch
         order = torch.randperm(self.length, generator=keyed_generator(SHUFFLE, self.seed, epoch))
-        shard = order[self.rank :: self.world_size][: len(self)]
+        shard = order[self.rank :: self.world_size][: len(self)][: self.at_most]
         for row in shard[self.resume_at if epoch == self.resume_epoch else 0 :].tolist():
             yield epoch, row
 

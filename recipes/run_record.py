@@ -58,7 +58,8 @@ class RunRecord(L.Callback):
 
     It is text in TensorBoard and `hparams.yaml` at the start, plain containers under `recipe` in every checkpoint (so
     that `recipes.sample` can rebuild the network, and `torch.load(weights_only=True)` reads the file) with the number
-    of `processes` beside it, and one line of TensorBoard's HParams page with the final metrics at the end.
+    of `processes`, `image_shape` and `num_classes` of the data beside it (for which the images would have to be there),
+    and one line of TensorBoard's HParams page with the final metrics at the end.
 
     Args:
         config: Plain dicts, lists and scalars.
@@ -75,9 +76,12 @@ class RunRecord(L.Callback):
             logger.hparams.update(self.config)  # what the logger writes to hparams.yaml
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the configuration to the checkpoint."""
+        """Add the configuration to the checkpoint, and what the network was made for."""
         checkpoint["recipe"] = self.config
         checkpoint["processes"] = trainer.world_size
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None:
+            checkpoint["image_shape"], checkpoint["num_classes"] = list(data.image_shape), data.num_classes
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write one HParams entry, with metrics that are real: those that were never measured are left out."""

@@ -20,7 +20,7 @@ from recipes import command_line
 from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.images import count_non_finite, image_grid, save_png
 from recipes.sampler import draw_images
-from recipes.trained import number, open_checkpoint, sampler_of, whole_number
+from recipes.trained import number, open_checkpoint, result_name, sampler_of, whole_number
 
 
 def sample(config: dict[str, Any]) -> None:
@@ -39,23 +39,25 @@ def sample(config: dict[str, Any]) -> None:
     sampler = sampler_of(config, trained, objective)
     guidance, seed = number(config, "guidance"), whole_number(config, "seed", 0)
     batch_size = whole_number(config, "batch_size", 1)
-    classes = chosen(config["classes"], data.num_classes)
+    shape, num_classes = trained.made_for(data)
+    classes = chosen(config["classes"], num_classes)
     folder = config["count"] is not None
     count = whole_number(config, "count", 1) if folder else whole_number(config, "per_class", 1) * len(classes)
-    name = f"{trained.path.stem}_{trained.weights}_guidance{guidance:g}_seed{seed}"
+    name = result_name(trained, sampler, guidance, seed)
     output = trained.run / "samples" / (name if folder else f"{name}.png")
     if config["output"]:
         output = Path(to_absolute_path(config["output"]))
     if folder and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"output={output} exists already. Remove it, or write output=ANOTHER.")
+    data.to_images(torch.zeros(1, *shape))  # what cannot be decoded is refused before anything is drawn
 
     drawn, bad = [], 0
     for labels, rows in batches(classes, count, batch_size):
-        samples = draw_images(net, objective, sampler, data.image_shape, labels, rows, guidance, seed)
+        samples = draw_images(net, objective, sampler, shape, labels, rows, guidance, seed)
         images = data.to_images(samples).cpu()
         bad += count_non_finite(images)
         if folder:
-            save_images(images, labels, rows, output, data.num_classes)
+            save_images(images, labels, rows, output, num_classes)
         else:
             drawn.append(images)
     if not folder:
@@ -69,6 +71,8 @@ def chosen(classes: Any, num_classes: int) -> list[int]:
     """The classes to draw: those that were asked for, or the first ten; [0], no label, where the data have none."""
     if classes is None:
         return list(range(min(max(num_classes, 1), 10)))
+    if not num_classes:
+        raise ConfigError(f"classes={classes}: the network was trained without classes. Leave classes out.")
     values = classes if isinstance(classes, list) else [classes]
     wrong = [c for c in values if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < num_classes]
     if wrong or not values or len({*values}) < len(values):

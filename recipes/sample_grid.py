@@ -6,6 +6,7 @@ It leaves out drawing afterwards (`recipes.sample`).
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,25 @@ class SampleGrid(L.Callback):
         per_class: Rows of the grid, one column per class.
         guidance: See `recipes.sampler.guided`.
         seed: Of the starting noise.
+
+    Raises:
+        ValueError: For what the first grid would fail with, after an epoch of training.
+
+    Example:
+        >>> from recipes.sampler import EulerSampler
+        >>> SampleGrid(EulerSampler(steps=2), "outputs/samples", per_class=0)
+        Traceback (most recent call last):
+        ValueError: per_class=0 must be a whole number of at least 1.
     """
 
     def __init__(
         self, sampler: Sampler, directory: str, per_class: int = 8, guidance: float = 1.0, seed: int = 0
     ) -> None:
+        for name, value, least in (("per_class", per_class, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
+        if not math.isfinite(guidance):
+            raise ValueError(f"guidance={guidance} must be a finite number.")
         self.sampler = sampler
         self.directory = Path(directory)
         self.per_class = per_class

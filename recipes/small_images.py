@@ -7,12 +7,12 @@ write the same files at once.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torchvision
+from hydra.utils import to_absolute_path
 
 from recipes.config import ConfigError
 from recipes.data import DataModule, LabelledImages
@@ -64,9 +64,9 @@ class SmallImagesDataModule(DataModule):
         return LabelledImages(images, labels, flip=self.flip and train, seed=self.seed)
 
     def _found(self, train: bool) -> Any:
-        name, where = self.source.__name__, Path(self.directory).absolute()
+        name, where = self.source.__name__, to_absolute_path(self.directory)
         try:
-            return self.source(self.directory, train=train)
+            return self.source(where, train=train)
         except Exception as error:  # absent or cut off; torchvision raises RuntimeError, ValueError, AssertionError ...
             if not self.download:
                 reason = "" if "not found" in str(error) else f" ({error})"
@@ -81,7 +81,7 @@ class SmallImagesDataModule(DataModule):
                 "trainer.devices=1, without a launcher."
             )
         try:
-            return self.source(self.directory, train=train, download=True)
+            return self.source(where, train=train, download=True)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigError(

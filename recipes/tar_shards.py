@@ -14,6 +14,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+from hydra.utils import to_absolute_path
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -25,7 +26,7 @@ REMEDY = "Write the shard again, or remove it."
 
 
 def find_shards(shards: str | list[str] | None, key: str = "shards") -> list[str]:
-    """Paths of existing files, in order.
+    """Absolute paths of existing files, in order.
 
     Args:
         shards: A path with `{000..123}`, `*` or `::` between several; or a list of these.
@@ -53,9 +54,10 @@ def find_shards(shards: str | list[str] | None, key: str = "shards") -> list[str
                 f"data.{key}={shards}: {pattern} can only be streamed, and what is streamed can neither be resumed in "
                 f"the middle of an epoch nor shared evenly. Copy the shards to a disk. {remedy}"
             )
-        paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        path = to_absolute_path(pattern)
+        paths = sorted(glob.glob(path)) if glob.has_magic(pattern) else [path]
         if not paths or not Path(paths[0]).is_file():
-            raise ConfigError(f"data.{key}={shards}: there is no file {Path(pattern).absolute()}. {remedy}")
+            raise ConfigError(f"data.{key}={shards}: there is no file {path}. {remedy}")
         found += paths
     return found
 

@@ -61,6 +61,17 @@ class Trained:
         net, objective, data = (build(self.recipe, part) for part in ("model", "objective", "data"))
         return net, objective, data
 
+    def made_for(self, data: Any) -> tuple[tuple[int, ...], int]:
+        """Shape of the images and number of classes, of which the images themselves need not be there.
+
+        Args:
+            data: Asked where the checkpoint does not say.
+        """
+        saved = self.checkpoint
+        if "image_shape" not in saved:
+            return data.image_shape, data.num_classes
+        return tuple(saved["image_shape"]), saved["num_classes"]
+
     def network(self, net: nn.Module, state: State, device: str | None) -> nn.Module:
         """The network with weights, for evaluation, on the device that was asked for; null: cuda if there is one."""
         try:
@@ -118,7 +129,9 @@ def weights_of(checkpoint: dict[str, Any], choice: str, path: Path, sigma_rel: f
         path: Of the checkpoint, beside whose folder the snapshots of its run are.
         sigma_rel: With `posthoc`, the width of the average.
     """
-    profiles: dict[str, State] = checkpoint.get("averaged_state_dicts", {})
+    first = [*checkpoint.get("averaged_profiles", {})][:1]  # the one that validates
+    profiles: dict[str, State] = dict.fromkeys(first, checkpoint.get("averaged_state_dict", {}))
+    profiles |= checkpoint.get("averaged_state_dicts", {})
     choices = ["averaged", "raw", *profiles, "posthoc"]
     if choice not in choices:
         raise ConfigError(
@@ -200,6 +213,19 @@ def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -
         sampler: Sampler = build({"sampler": node}, "sampler")
         sampler.check(objective)
     return sampler
+
+
+def result_name(trained: Trained, sampler: Sampler, guidance: float, seed: int) -> str:
+    """Name of what was drawn or measured, without a suffix: another sampler does not overwrite it.
+
+    Example:
+        >>> from recipes.sampler import HeunSampler
+        >>> trained = Trained(Path("run/checkpoints/last.ckpt"), {}, "averaged", {})
+        >>> result_name(trained, HeunSampler(steps=18), guidance=1.5, seed=0)
+        'last_averaged_heun18_guidance1.5_seed0'
+    """
+    solver = type(sampler).__name__.removesuffix("Sampler").lower()
+    return f"{trained.path.stem}_{trained.weights}_{solver}{sampler.steps}_guidance{guidance:g}_seed{seed}"
 
 
 def whole_number(config: dict[str, Any], key: str, least: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import pickle
 import signal
@@ -28,9 +29,11 @@ from PIL import Image
 from test_recipes import ROOT, SHORT, assert_same, checkpoint, cli
 from torchvision.datasets import CIFAR10, MNIST
 
-from recipes import sample
+from recipes import encode, evaluate, export, sample
+from recipes.autoencoder import Autoencoder
 from recipes.config import ConfigError
 from recipes.data import DigitsDataModule, LabelledImages, SyntheticDataModule, from_uint8
+from recipes.features import train_classifier
 from recipes.image_files import ImageFiles, ImageFolderDataModule, ImagesDataModule, read_image
 from recipes.images import to_uint8
 from recipes.loading import ResumableLoader, ShuffledShard
@@ -241,6 +244,42 @@ def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
     (root / "val" / "c").mkdir()
     with pytest.raises(ConfigError, match=r"same classes. In one alone: c\."):
         ImageFolderDataModule(str(root), image_size=8).setup()
+
+
+UNLIKE_A_SPLIT = {
+    "train with another name": {"train/a": 2, "train/b": 2, "validation/a": 1, "validation/b": 1},
+    "train and test": {"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 1},
+    "unlabelled test images": {"train/a": 2, "train/b": 2, "test": 3},
+    "val alone": {"val/a": 2, "val/b": 2},
+    "no name right": {"training/a": 2, "training/b": 2, "validation/a": 1, "validation/b": 1},
+    "one level too high": {"photos/a": 2, "photos/b": 2},
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_A_SPLIT)
+def test_parts_of_a_split_are_not_taken_for_classes(tmp_path: Path, name: str) -> None:
+    """A network of two classes, "train" and "validation", would train as if nothing were wrong."""
+    root = folder(tmp_path, UNLIKE_A_SPLIT[name])
+    for use in (lambda data: data.setup(), lambda data: data.num_classes):
+        with pytest.raises(
+            ConfigError, match=r"look like parts of a split, which must be called train/ and val/\. Ren"
+        ):
+            use(ImageFolderDataModule(str(root), image_size=8))
+
+
+def test_what_looks_like_a_split_and_is_none_still_trains(tmp_path: Path) -> None:
+    """A lone train/ is the root; a class may be called train, have its images further below, or breeds in folders."""
+    layouts: list[tuple[dict[str, int], int, int]] = [
+        ({"train/a": 10, "train/b": 10, "train/c": 10}, 3, 30),
+        ({"train": 10, "car": 20}, 2, 30),
+        ({"a/images": 10, "b/images": 20}, 2, 30),
+        ({"cats/siamese": 10, "cats/persian": 5, "dogs/collie": 10, "dogs/poodle": 5}, 2, 30),
+    ]
+    for i, (counts, classes, images) in enumerate(layouts):
+        data = ImageFolderDataModule(str(folder(tmp_path / str(i), counts)), image_size=8, val_every=10)
+        data.setup()
+        assert (data.num_classes, len(data.train), len(data.val)) == (classes, images * 9 // 10, images // 10)
+        assert {int(data.train[row]["label"]) for row in range(len(data.train))} == {*range(classes)}
 
 
 def test_images_without_classes(tmp_path: Path) -> None:
@@ -515,7 +554,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_resuming_with_workers_and_flips_is_exact(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """57 images in steps of 8: 14 steps are two epochs; stopped after 10, in the middle of the second."""
     common = [*SHORT, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "data.num_workers=2"]
@@ -534,6 +573,82 @@ def test_resuming_with_workers_and_flips_is_exact(
     arguments = [f"ckpt_path={tmp_path}/whole/checkpoints/last.ckpt", "per_class=2", "sampler.steps=2"]
     assert cli(monkeypatch, *arguments, f"output={path}", program=sample) == 0
     assert Image.open(path).size == (32, 32 * 2 + 2)
+    # Neither drawing nor exporting looks for the images.
+    capfd.readouterr()
+    monkeypatch.chdir(tmp_path)
+    photos.rename(tmp_path / "elsewhere")
+    try:
+        assert cli(monkeypatch, arguments[0], f"output={tmp_path}/again.png", *arguments[1:], program=sample) == 0
+        assert cli(monkeypatch, arguments[0], f"output={tmp_path}/exported", program=export) == 0
+        for program, argument in ((sample, "classes=[0]"), (export, "label=0")):
+            assert cli(monkeypatch, arguments[0], argument, program=program) == 2
+            assert f"error: {argument}: the network was trained without classes" in capfd.readouterr().err
+    finally:
+        (tmp_path / "elsewhere").rename(photos)
+    assert (tmp_path / "again.png").read_bytes() == path.read_bytes()
+    quick = partial(train_classifier, steps=5)
+    monkeypatch.setattr(evaluate, "train_classifier", quick)
+    # Evaluated in features of a network that knows no classes either.
+    assert cli(monkeypatch, arguments[0], "samples=6", "sampler.steps=2", program=evaluate) == 0
+    shown = capfd.readouterr().out
+    (measured,) = (tmp_path / "whole" / "checkpoints").glob("last_averaged_heun2_*.json")
+    result = json.loads(measured.read_text())
+    assert result["class_accuracy"] is result["classifier_accuracy"] is None
+    assert result["frechet_distance"] > 0
+    assert "quarter turns of training images" in result["frechet_network"]
+    assert "no classes" in shown
+    config = json.loads((tmp_path / "exported" / "unet" / "config.json").read_text())
+    assert (config["sample_size"], config["in_channels"]) == ([8, 8], 3)
+    assert json.loads((tmp_path / "exported" / "recipe.json").read_text())["null_label"] == 0
+
+
+@pytest.mark.parametrize("limit", ["4", "0.37"])
+def test_a_run_that_ended_with_a_limited_epoch_is_extended_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """4 of an epoch's 11 batches, as a number or a share: the loader has more, of which one too many was taken."""
+    steps = 4
+    common = [*SHORT, "data.batch_size=128", f"+trainer.limit_train_batches={limit}", "~callbacks.samples"]
+    common += ["logger=none", "precision=bf16", "trainer.limit_val_batches=1"]
+    runs = {"whole": (2 * steps, []), "half": (steps, []), "rest": (2 * steps, [f"ckpt_path={tmp_path}/half"])}
+    for name, (end, more) in runs.items():
+        more = [f"{each}/checkpoints/last.ckpt" for each in more]
+        run = f"hydra.run.dir={tmp_path}/{name}"
+        assert cli(monkeypatch, *common, f"trainer.max_steps={end}", run, *more) == 0
+    whole, rest = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "rest")
+    assert whole["global_step"] == rest["global_step"] == 2 * steps
+    for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
+        assert_same(whole[entry], rest[entry], entry)
+
+
+RELATIVE = {
+    "images": ["data=images", "data.directory=here/photos", *PHOTOS[1:]],
+    "image_folder": ["data=image_folder", "data.directory=here/photos", *PHOTOS[1:3], "model.num_classes=1"],
+    "mnist": ["experiment=mnist_unet", "data.directory=here/mnist"],
+    "webdataset": ["data=webdataset", "data.shards='here/s-{00..01}.tar'", "data.val_shards='here/s-0*.tar'"],
+    "latents": ["experiment=digits_latent", "data.directory=here/latents", "data.autoencoder=here/autoencoder"],
+}
+
+
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_relative_paths_begin_where_the_command_was_typed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where Hydra changes into the run's directory."""
+    here = tmp_path / "here"
+    folder(here, {"photos/some": 40})
+    fake_mnist(here / "mnist")
+    write_shards(here, [20, 20])
+    Autoencoder(in_channels=1, latent_channels=2).save(here / "autoencoder")
+    monkeypatch.chdir(tmp_path)
+    if kind == "latents":
+        where = ["autoencoder=here/autoencoder", "output=here/latents"]
+        assert cli(monkeypatch, "data=digits", *where, program=encode) == 0
+    common = ["trainer.accelerator=cpu", "trainer.devices=1", "data.batch_size=16", "data.num_workers=0"]
+    small = ["model.in_channels=2"] if kind == "latents" else ["model=unet_tiny"]
+    small += PHOTOS[1:] if kind == "webdataset" else []
+    assert cli(monkeypatch, *small, *RELATIVE[kind], *common, "dry_run=true", "hydra.job.chdir=true") == 0
+    assert "loss of one batch" in capfd.readouterr().out
 
 
 def test_a_corrupt_image_ends_the_run_with_its_name(

@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from recipes import command_line, evaluate, sample, train
-from recipes.config import build
+from recipes.config import ConfigError, build
 from recipes.data import DigitsDataModule
 from recipes.features import SmallClassifier, frechet_distance, pixels, train_classifier
 from recipes.images import to_uint8
 from recipes.randomness import validation_draws
 from recipes.sampler import HeunSampler, draw_images, draw_samples
+from recipes.trained import weights_of
 
 CPU = torch.device("cpu")
 
@@ -245,7 +246,7 @@ def test_evaluation_is_what_plain_loops_give(
     monkeypatch.setattr(evaluate, "train_classifier", lambda data, device: train_classifier(data, device, steps=60))
     assert cli(monkeypatch, evaluate, last(run), "samples=90", "guidance=1.5", "seed=3", "batch_size=40") == 0
     shown = capfd.readouterr().out
-    result = json.loads((run / "checkpoints" / "last_averaged_guidance1.5_seed3.json").read_text())
+    result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3.json").read_text())
 
     net, objective = network(run)
     raw, _ = network(run, "state_dict")
@@ -278,11 +279,54 @@ def test_bad_samples_are_counted_and_not_measured(
     saved["averaged_state_dict"]["net.conv_out.bias"].fill_(torch.nan)
     torch.save(saved, tmp_path / "bad.ckpt")
     assert cli(monkeypatch, evaluate, f"ckpt_path={tmp_path}/bad.ckpt", "samples=10", "sampler.steps=2") == 0
-    result = json.loads((tmp_path / "bad_averaged_guidance1_seed0.json").read_text())
+    result = json.loads((tmp_path / "bad_averaged_ddim2_guidance1_seed0.json").read_text())
     assert result["non_finite_samples"] == 10
     assert result["frechet_distance"] is result["validation_loss"] is None
     assert result["validation_loss_raw"] > 0
     assert "not finite" in capfd.readouterr().out
+
+
+def test_without_classes_the_classifier_tells_how_images_are_turned() -> None:
+    """On turned images that it has not seen, far more often than the quarter that a guess gets."""
+
+    class Unlabelled(DigitsDataModule):
+        num_classes = 0
+
+    data = Unlabelled()
+    data.setup()
+    classifier = train_classifier(data, CPU, steps=200)
+    images = to_uint8(data.val.images)
+    with torch.no_grad():
+        right = [(classifier(images.rot90(n, (2, 3))).argmax(1) == n).double().mean() for n in range(4)]
+    assert classifier.head.out_features == 4
+    assert sum(right) / 4 > 0.5
+    assert "quarter turns" in frechet_distance(classifier, None, CPU, num_classes=0)[1]
+
+
+def test_another_sampler_does_not_overwrite_the_results_of_one(
+    monkeypatch: pytest.MonkeyPatch, run: Path, tmp_path: Path
+) -> None:
+    where = tmp_path / "run" / "checkpoints"
+    where.mkdir(parents=True)
+    (where / "last.ckpt").write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
+    for options in ([], ["sampler.steps=3"], ["sampler=euler", "sampler.steps=3"]):
+        assert cli(monkeypatch, sample, f"ckpt_path={where}/last.ckpt", "per_class=1", *options) == 0
+    names = {path.name for path in (tmp_path / "run" / "samples").iterdir()}
+    assert names == {f"last_averaged_{name}_guidance1_seed0.png" for name in ("ddim5", "ddim3", "euler3")}
+
+
+def test_the_name_of_the_only_profile_means_its_average(run: Path) -> None:
+    """`ema=warmup` has one, called constant, which stands in the checkpoint as the averaged weights alone."""
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    average = {name: value + 1 for name, value in saved["state_dict"].items()}
+    saved |= {"averaged_state_dict": average, "averaged_profiles": {"constant": {"profile": "ConstantDecay"}}}
+    del saved["averaged_state_dicts"]
+    found = weights_of(saved, "constant", run / "checkpoints" / "last.ckpt")
+    assert found.keys() == {name.removeprefix("net.") for name in average}
+    for name, value in found.items():
+        assert torch.equal(value, average[f"net.{name}"])
+    with pytest.raises(ConfigError, match="Choices: averaged, raw, constant, posthoc"):
+        weights_of(saved, "short", run / "checkpoints" / "last.ckpt")
 
 
 def test_the_classifier_is_a_function_of_the_data(small: tuple[SmallClassifier, DigitsDataModule]) -> None:

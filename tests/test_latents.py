@@ -271,6 +271,56 @@ def test_damaged_caches_are_refused_by_file(cache: Path, tmp_path: Path) -> None
         LatentsDataModule(str(broken)).setup()
 
 
+def refusal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
+    """What a command says that must end before training."""
+    assert cli(monkeypatch, *LATENT, "data.num_workers=0", *arguments, f"hydra.run.dir={run}") == 2
+    assert not [*run.rglob("step*"), *run.rglob("events.out.*")]
+    message = capfd.readouterr().err
+    assert "Traceback" not in message
+    return message[message.index("error: ") :]
+
+
+def test_an_autoencoder_that_cannot_decode_is_found_before_training(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not at the first grid: with a dtype there is not, without the package, with weights that do not fit."""
+    shown = refusal(monkeypatch, capfd, tmp_path / "run", f"data.directory={cache}", "data.dtype=fp61")
+    assert "data.dtype=fp61" in shown
+    assert "Choices: fp32, bf16, fp16" in shown
+    moved = copied(cache, tmp_path)
+    manifest = json.loads((moved / "manifest.json").read_text())
+    stock(tmp_path / "kl")
+    shutil.copytree(cache.parent / "autoencoder", tmp_path / "broken")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "broken" / "model.safetensors")
+    for name, message in (("kl", "diffusers, which is not installed: pip install"), ("broken", "cannot be loaded")):
+        path = tmp_path / name
+        manifest["source"] |= {"autoencoder": str(path), "fingerprint": fingerprint(str(path))}
+        (moved / "manifest.json").write_text(json.dumps(manifest))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "diffusers", None)
+            shown = refusal(monkeypatch, capfd, tmp_path / "run", f"data.directory={moved}")
+        assert f"error: data.autoencoder={path}" in shown
+        assert message in shown
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("per_class=0", "at least 1"), ("seed=-1", "at least 0"), ("guidance=nan", "must be a finite number")],
+)
+def test_grids_that_cannot_be_drawn_are_refused_before_training(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    argument: str,
+    message: str,
+) -> None:
+    given = f"++callbacks.samples.{argument}"
+    shown = refusal(monkeypatch, capfd, tmp_path / "run", f"data.directory={cache}", given)
+    assert f"samples.{argument}: " in shown
+    assert message in shown
+
+
 # What is not finite
 
 

@@ -40,7 +40,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def results(path: Path, guidance: float) -> dict[str, Any]:
     cli(evaluate, f"ckpt_path={path}", f"guidance={guidance}", "device=cpu")
-    return json.loads(path.with_name(f"last_averaged_guidance{guidance:g}_seed0.json").read_text())
+    (result,) = path.parent.glob(f"last_averaged_*_guidance{guidance:g}_seed0.json")
+    return json.loads(result.read_text())
 
 
 def test_losses_samples_and_averages_are_as_good_as_promised(trained: tuple[str, Path]) -> None:
