@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning as L
 import torch
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig
@@ -116,11 +119,26 @@ def show(found: Audit) -> None:
     print("\n".join(["", *found.summary()]))
 
 
-def command(output_dir: Path, overrides: list[str]) -> str:
-    """The command line that trains what was audited with what was found."""
+def command(output_dir: Path, overrides: list[str], search_path: Sequence[str] = ()) -> str:
+    """The command line that trains what was audited with what was found.
+
+    Args:
+        output_dir: Of the audit; it takes the place of `--config-dir`, of which Hydra knows one.
+        overrides: Of the audit.
+        search_path: Where else the audit looked for options, such as `file:///home/me/conf`.
+    """
     own = ("steps=", "batches=", "samples=", "device=", "precision=", "precision.")
     kept = [line for line in overrides if not line.lstrip("+~").startswith(own)]
+    if search_path:
+        kept.append(f"hydra.searchpath=[{','.join(search_path)}]")
     return shlex.join(["python", "-m", "recipes.train", "--config-dir", str(output_dir), f"precision={OPTION}", *kept])
+
+
+def searched() -> list[str]:
+    """Where this audit looks for options beside the program's own: `--config-dir` and `hydra.searchpath`."""
+    directory = get_args_parser().parse_intermixed_args(sys.argv[1:]).config_dir
+    typed = [f"file://{Path(directory).absolute()}"] if directory else []
+    return [*typed, *HydraConfig.get().searchpath]
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="audit")
@@ -133,7 +151,7 @@ def main(cfg: DictConfig) -> None:
         fail(error)
     show(found)
     print(f"policy           {output_dir / 'precision' / f'{OPTION}.yaml'}")
-    print(f"to train with it {command(output_dir, list(HydraConfig.get().overrides.task))}")
+    print(f"to train with it {command(output_dir, list(HydraConfig.get().overrides.task), searched())}")
 
 
 if __name__ == "__main__":

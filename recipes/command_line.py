@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes import processes
 from recipes.config import ConfigError, collected, fail, quoted, resolved
-from recipes.earlier_runs import interrupted_run
+from recipes.earlier_runs import complete_run, interrupted_run
 from recipes.experiments import purposes
 from recipes.files import Files
 from recipes.signatures import (
@@ -78,7 +78,6 @@ def checked(argv: list[str], config_name: str) -> list[str]:
     directory = Path(args.config_path).absolute() if args.config_path else CONF
     if args.config_dir and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
-    extra = [f"hydra.searchpath=[file://{Path(args.config_dir).absolute()}]"] if args.config_dir else []
     problems: list[str] = []
     shared: list[str] = []
     with initialize_config_dir(str(directory), version_base="1.3"):
@@ -99,6 +98,7 @@ def checked(argv: list[str], config_name: str) -> list[str]:
                 if o.is_sweep_override()
             ]
             parsed = [o for o in parsed if not o.is_sweep_override()]
+        extra = _search_path(args.config_dir, parsed)
         with collected(problems):
             _check_launcher(parsed, args.multirun, name, extra)
         rewrite: dict[str, str] = {}
@@ -109,7 +109,7 @@ def checked(argv: list[str], config_name: str) -> list[str]:
         given = [str(o.key_or_group) for o in parsed]
         if not problems:  # what is still wrong, Hydra says now rather than later with a traceback
             try:
-                config = compose(name, overrides=first + extra, return_hydra_config=True)
+                config = compose(name, overrides=extra + first, return_hydra_config=True)
             except TROUBLE as error:
                 problems.append(str(error).strip() or type(error).__name__)
             else:
@@ -123,14 +123,33 @@ def checked(argv: list[str], config_name: str) -> list[str]:
     return [*flags, *(rewrite.get(line, line) for line in args.overrides), *shared]
 
 
+def _search_path(config_dir: str | None, overrides: list[Override]) -> list[str]:
+    """One override for all directories that are searched beside the program's, since Hydra reads the first alone."""
+    given = [o.value() for o in overrides if o.key_or_group == "hydra.searchpath"]
+    if not config_dir:
+        return [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
+    others = [str(path) for value in given if isinstance(value, list) for path in value]
+    return [f"hydra.searchpath=[{','.join([f'file://{Path(config_dir).absolute()}', *others])}]"]
+
+
 def _earlier_run(config: DictConfig, given: list[str]) -> list[str]:
-    """For `resume=auto`, the override that goes on in the directory of the interrupted run, if there is one."""
-    if config.get("resume") != "auto" or config.get("dry_run") or "hydra.run.dir" in given:
+    """For `resume=auto`, the override that goes on in the directory of the interrupted run, if there is one.
+
+    Raises:
+        ConfigError: If a directory was given that is another configuration's; Hydra would write into it first.
+    """
+    if config.get("resume") != "auto" or config.get("dry_run"):
         return []
-    runs = Path(config.hydra.run.dir).absolute().parent
+    try:
+        directory = Path(config.hydra.run.dir).absolute()
+    except OmegaConfBaseException:  # it refers to what Hydra alone knows: looked at when it has started
+        return []
     with open_dict(config):
         config.pop("hydra")
-    run = interrupted_run(config, runs)
+    if "hydra.run.dir" in given:
+        complete_run(directory, config)
+        return []
+    run = interrupted_run(config, directory.parent)
     return [] if run is None else [f"hydra.run.dir={quoted(run)}"]
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.config import ConfigError
+from recipes.resume import differences
 from recipes.sweep import RESULT
 
 RECORD = Path(".hydra", "config.yaml")
@@ -27,6 +30,9 @@ LOCK = ".lock"
 
 ABOUT_RESUMING = ("ckpt_path", "resume", "dry_run")
 """Keys in which two runs of one configuration may differ."""
+
+LIMITS = ("trainer.max_steps", "trainer.max_epochs")
+"""Keys in which a complete run may differ from one that asks for no more."""
 
 
 def interrupted_run(config: DictConfig, runs: Path) -> Path | None:
@@ -50,18 +56,71 @@ def interrupted_run(config: DictConfig, runs: Path) -> Path | None:
 
 
 def _comparable(config: Any) -> Any:
-    """Plain containers as YAML reads them back, without what may differ."""
+    """Plain containers as YAML and JSON read them back, without what may differ."""
     read = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(config)), resolve=False)
-    return {k: v for k, v in read.items() if k not in ABOUT_RESUMING} if isinstance(read, dict) else None
+    if not isinstance(read, dict):
+        return None
+    return json.loads(json.dumps({k: v for k, v in read.items() if k not in ABOUT_RESUMING}, default=str))
 
 
-def is_complete(directory: Path, max_steps: int) -> bool:
-    """Whether the run in this directory ended well, with all the steps that are asked for."""
+def outcome_of(trainer: L.Trainer, config: DictConfig, validation_loss: float | None) -> dict[str, Any]:
+    """What `result.json` keeps of a run that ended well: what `complete_run` asks about, and what came out.
+
+    Args:
+        trainer: After `fit`.
+        config: Composed, references unresolved.
+        validation_loss: Of the last validation.
+    """
+    return {
+        "steps": trainer.global_step,
+        "validation_loss": validation_loss,
+        "epochs": trainer.current_epoch - (not trainer.is_last_batch),  # Lightning counts one that was broken off
+        "max_steps": trainer.max_steps,
+        "max_epochs": trainer.max_epochs,
+        "config": _comparable(config),
+    }
+
+
+def complete_run(directory: Path, config: DictConfig) -> dict[str, Any] | None:
+    """Outcome of the run in this directory if it is complete: it ended well, and no more is asked for now.
+
+    It may have ended before its limits, by early stopping for one; so more is asked for only if a limit is higher than
+    it was, and neither is reached.
+
+    Args:
+        directory: Of the run.
+        config: Composed, references unresolved.
+
+    Raises:
+        ConfigError: If it is complete, and of another configuration.
+    """
     path = directory / RESULT
-    if not path.is_file():
-        return False
-    steps = json.loads(path.read_text()).get("steps")
-    return steps is not None and steps >= max_steps
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if "config" not in found:  # a job that failed
+        return None
+    asked = _limits(**{key: config.trainer.get(key) for key in ("max_steps", "max_epochs")})
+    before = _limits(found["max_steps"], found["max_epochs"])
+    reached = (found["steps"], found["epochs"])
+    if any(new > old for new, old in zip(asked, before, strict=True)) and all(
+        limit > done for limit, done in zip(asked, reached, strict=True)
+    ):
+        return None
+    changed = [text for text in differences(found["config"], _comparable(config)) if text.split()[0] not in LIMITS]
+    if changed:
+        raise ConfigError(
+            f"resume=auto: the run in {directory} is complete and had another configuration: {', '.join(changed)} "
+            "(that run -> this one). Give this one a directory of its own: hydra.run.dir=PATH, or hydra.sweep.dir=PATH "
+            "for a sweep."
+        )
+    return found
+
+
+def _limits(max_steps: int | None, max_epochs: int | None) -> tuple[float, float]:
+    """Steps and epochs after which Lightning ends; without any limit it stops after 1000 epochs."""
+    steps = math.inf if max_steps in (None, -1) else max_steps
+    if max_epochs is None:
+        return steps, 1000 if steps == math.inf else math.inf
+    return steps, math.inf if max_epochs == -1 else max_epochs
 
 
 @contextlib.contextmanager
@@ -84,8 +143,8 @@ def held(directory: Path, mine: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"hydra.run.dir={directory}: another process is training there. Wait for its end, or leave "
-                "hydra.run.dir out."
+                f"{directory}: another process is training there, perhaps since a moment ago. Wait for its end, or "
+                "give this run a directory of its own: hydra.run.dir=PATH."
             ) from error
         except OSError:  # a file system without locks
             pass

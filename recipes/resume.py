@@ -41,13 +41,13 @@ def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
         return _settled(own if own.is_file() else None)
     if ckpt_path == "last":
         root = output_dir.parent
-        found = [*root.glob("*/checkpoints/last.ckpt"), *root.glob("sweep_*/*/checkpoints/last.ckpt")]
-        if not found:
+        newest = newest_of(root)
+        if newest is None:
             raise ConfigError(
                 f"ckpt_path=last: no earlier run was found. Looked for {root}/*/checkpoints/last.ckpt. "
                 "Leave ckpt_path out to start anew, or give the path of a checkpoint."
             )
-        return _settled(max(found, key=lambda p: p.stat().st_mtime))
+        return _settled(newest)
     path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
     if not path.is_file():
         raise ConfigError(
@@ -55,6 +55,13 @@ def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
             "experiment, or the path of a .ckpt file."
         )
     return path
+
+
+def newest_of(*experiments: Path) -> Path | None:
+    """The newest `last.ckpt` of the runs in these directories, jobs of sweeps included, or None."""
+    runs = ("*", "sweep_*/*")
+    found = [path for each in experiments for run in runs for path in each.glob(f"{run}/checkpoints/last.ckpt")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _settled(path: Path | None) -> Path | None:

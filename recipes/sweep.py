@@ -37,10 +37,11 @@ OWN_TO_SWEEP = ("hydra.mode", "hydra.run.dir", "hydra.sweep", "hydra/sweeper", "
 
 def is_job() -> bool:
     """Whether this is a job of a sweep that has no process of its own yet."""
-    return HydraConfig.initialized() and _in_sweep() and not SLURMEnvironment.detect()
+    return HydraConfig.initialized() and in_sweep() and not SLURMEnvironment.detect()
 
 
-def _in_sweep() -> bool:
+def in_sweep() -> bool:
+    """Whether this is a job of a sweep, in whatever process."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -53,8 +54,7 @@ def run_job(output_dir: Path) -> float | None:
         output_dir: The job's directory.
     """
     config = HydraConfig.get()
-    if "resume=auto" not in config.overrides.task:  # a complete job is not run again then, and its result stays
-        (output_dir / RESULT).unlink(missing_ok=True)
+    (output_dir / RESULT).unlink(missing_ok=True)  # what is there afterwards is this job's
     command = [sys.executable, "-m", "recipes.train", *_arguments(output_dir)]
     received: list[int] = []
     # In a session of its own: the terminal's Ctrl-C would come a second time, which stops without saving.
@@ -71,35 +71,49 @@ def run_job(output_dir: Path) -> float | None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     path = output_dir / RESULT
-    outcome = json.loads(path.read_text()) if path.is_file() else {"steps": None, "validation_loss": None}
-    write_result(output_dir, **outcome | {"status": status})
+    outcome = json.loads(path.read_text()) if path.is_file() else {}
+    write_result(output_dir, outcome, status)
     if received:
         collect(Path(config.sweep.dir))
         sys.exit(status)
-    return outcome["validation_loss"]
+    return outcome.get("validation_loss")
 
 
 def _arguments(output_dir: Path) -> list[str]:
     """The command line of this job alone."""
-    typed = sys.argv[1:]
-    overrides = get_args_parser().parse_intermixed_args(typed).overrides
-    flags = [argument for argument in typed if argument not in {*overrides, "-m", "--multirun"}]
     given = HydraConfig.get().overrides
     shared = [line for line in given.hydra if not line.lstrip("+~").startswith(OWN_TO_SWEEP)]
-    return [*flags, *given.task, *shared, f"hydra.run.dir={quoted(output_dir)}"]
+    return [*typed_flags(), *given.task, *shared, f"hydra.run.dir={quoted(output_dir)}"]
 
 
-def write_result(output_dir: Path, steps: int | None, validation_loss: float | None, status: int = 0, **_: Any) -> None:
-    """Keep the outcome of a run as JSON, with its number if it is a job of a sweep."""
-    config = HydraConfig.get()
-    row = {
-        "job": config.job.num if _in_sweep() else None,
-        "overrides": " ".join(config.overrides.task),
-        "status": status,
-        "steps": steps,
-        "validation_loss": validation_loss,
-    }
+def typed_flags() -> list[str]:
+    """What was typed that is no override, such as `--config-dir mine`; `-m` left out."""
+    typed = sys.argv[1:]
+    overrides = get_args_parser().parse_intermixed_args(typed).overrides
+    return [argument for argument in typed if argument not in {*overrides, "-m", "--multirun"}]
+
+
+def write_result(output_dir: Path, outcome: dict[str, Any], status: int = 0) -> None:
+    """Keep the outcome of a run as JSON, with its number if it is a job of a sweep.
+
+    Args:
+        output_dir: The run's directory.
+        outcome: Of a run that ended well, `steps` and `validation_loss` among it (`recipes.earlier_runs`); or nothing.
+        status: Exit status.
+    """
+    row: dict[str, Any] = dict.fromkeys(COLUMNS) | outcome | {"status": status}
+    row |= {"job": _number(), "overrides": " ".join(HydraConfig.get().overrides.task)}
     (output_dir / RESULT).write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _number() -> int | None:
+    return HydraConfig.get().job.num if in_sweep() else None
+
+
+def take_over(output_dir: Path, outcome: dict[str, Any]) -> None:
+    """Count a complete run as this job: it may have been another job, or gone on outside of the sweep."""
+    if in_sweep() and outcome["job"] != _number():
+        write_result(output_dir, outcome)
 
 
 def collect(sweep_dir: Path) -> list[dict[str, Any]]:
@@ -107,7 +121,7 @@ def collect(sweep_dir: Path) -> list[dict[str, Any]]:
     rows = [json.loads(path.read_text()) for path in sweep_dir.rglob(RESULT)]
     rows.sort(key=lambda row: row["job"])
     with (sweep_dir / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     return rows

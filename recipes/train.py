@@ -135,6 +135,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if config.get("compile"):
         module.net.compile()  # in place: names of weights stay as they are
     with earlier_runs.held(output_dir, trainer.is_global_zero):
+        if trainer.is_global_zero:  # of an earlier run in this directory, which this one goes on with or replaces
+            (output_dir / sweep.RESULT).unlink(missing_ok=True)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except SystemExit:  # after a signal
@@ -148,10 +150,10 @@ def validation_loss(trainer: L.Trainer) -> float | None:
     return None if loss is None else float(loss)
 
 
-def report(trainer: L.Trainer, output_dir: Path) -> None:
+def report(trainer: L.Trainer, output_dir: Path, config: DictConfig) -> None:
     """Say what came out and where to look, and keep it."""
     loss = validation_loss(trainer)
-    sweep.write_result(output_dir, trainer.global_step, loss)
+    sweep.write_result(output_dir, earlier_runs.outcome_of(trainer, config, loss))
     grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
     print(f"steps            {trainer.global_step}")
     print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{loss:.4f}'}")
@@ -170,9 +172,10 @@ def interrupted(trainer: L.Trainer, output_dir: Path) -> int:
     if HydraConfig.initialized():
         given = HydraConfig.get().overrides
         choices = ("ckpt_path=", "resume=")
-        again = [o for o in given.task if step is None or not o.lstrip("+").startswith(choices)]
+        again = sweep.typed_flags()
+        again += [o for o in given.task if step is None or not o.lstrip("+").startswith(choices)]
         again += ["resume=auto"] * (step is not None)
-        again += [o for o in given.hydra if o.startswith("hydra.run.dir=")]
+        again += [o for o in given.hydra if not o.startswith("hydra.mode=")]
     print(f"\ninterrupted      after step {trainer.global_step}")
     print(f"checkpoint       {'none was written yet' if step is None else f'{path}, of step {step}'}")
     print(f"to continue      {shlex.join(['python', '-m', 'recipes.train', *again])}")
@@ -206,16 +209,14 @@ def quiet() -> Iterator[None]:
 def main(cfg: DictConfig) -> float | None:
     """What Hydra calls once, or once per job of a sweep, whose sweeper may want to minimise the loss."""
     output_dir = Path(HydraConfig.get().runtime.output_dir)
-    if sweep.is_job():
-        return sweep.run_job(output_dir)
-    if (
-        cfg.get("resume") == "auto"
-        and not cfg.get("dry_run")
-        and earlier_runs.is_complete(output_dir, cfg.trainer.max_steps)
-    ):
-        print(f"resume=auto: the run in {output_dir} is complete, nothing is left to do")
-        return None
     try:
+        if cfg.get("resume") == "auto" and not cfg.get("dry_run"):
+            if complete := earlier_runs.complete_run(output_dir, cfg):
+                print(f"resume=auto: the run in {output_dir} is complete, nothing is left to do")
+                sweep.take_over(output_dir, complete)
+                return complete["validation_loss"]
+        if sweep.is_job():
+            return sweep.run_job(output_dir)
         with quiet():
             trainer = train(plain(cfg), output_dir)
     except (ConfigError, MisconfigurationException) as error:
@@ -223,7 +224,7 @@ def main(cfg: DictConfig) -> float | None:
     if trainer is None:
         return None
     if trainer.is_global_zero and not cfg.get("dry_run"):
-        report(trainer, output_dir)
+        report(trainer, output_dir, cfg)
     return validation_loss(trainer)
 
 

@@ -19,7 +19,7 @@ from lightning_mixprec.profiles import gamma_of, in_words
 from lightning_mixprec.snapshots import Snapshot, read_snapshots
 from recipes.config import ConfigError, build, did_you_mean, refusals
 from recipes.denoising import Objective
-from recipes.resume import read
+from recipes.resume import newest_of, read
 from recipes.sampler import Sampler
 
 State = dict[str, Tensor]
@@ -101,15 +101,15 @@ def open_checkpoint(config: dict[str, Any]) -> Trained:
 
 
 def checkpoint_path(given: str | None) -> Path:
-    """The file that `ckpt_path` means: a path, or `last` for the newest `last.ckpt` under outputs/."""
+    """The file that `ckpt_path` means: a path, or `last` for the newest `last.ckpt` under outputs/, of sweeps too."""
     if given == "last":
-        found = [*Path(to_absolute_path("outputs")).glob("*/*/checkpoints/last.ckpt")]
-        if not found:
+        newest = newest_of(*Path(to_absolute_path("outputs")).glob("*"))
+        if newest is None:
             raise ConfigError(
                 f"ckpt_path=last: looked for {to_absolute_path('outputs')}/*/*/checkpoints/last.ckpt and found none. "
                 "Give the path of a checkpoint, or train first: python -m recipes.train."
             )
-        return max(found, key=lambda p: p.stat().st_mtime)
+        return newest
     if given is None:
         raise ConfigError("ckpt_path is missing. Write ckpt_path=PATH, or ckpt_path=last for the newest checkpoint.")
     path = Path(to_absolute_path(str(given)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,11 +17,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_recipes import ROOT, assert_same, checkpoint, cli
+from test_recipes import ROOT, assert_same, checkpoint, cli, signalled
 
+from recipes import audit, resume, trained
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError
-from recipes.earlier_runs import held, interrupted_run, is_complete
+from recipes.earlier_runs import complete_run, held, interrupted_run
 
 TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "~callbacks.samples", "trainer.log_every_n_steps=1"]
 THIRTY = ["trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
@@ -134,8 +137,11 @@ def test_the_newest_interrupted_run_of_the_same_configuration_goes_on(tmp_path: 
 
 def test_two_runs_in_one_directory_are_refused(tmp_path: Path) -> None:
     with held(tmp_path, mine=True), held(tmp_path, mine=False):
-        with pytest.raises(ConfigError, match="another process is training there"), held(tmp_path, mine=True):
-            pass
+        with pytest.raises(ConfigError, match="another process is training there") as refused:
+            with held(tmp_path, mine=True):
+                pass
+    assert f"hydra.run.dir={tmp_path}" not in str(refused.value)  # resume=auto may have chosen it
+    assert "hydra.run.dir=PATH" in str(refused.value)
     with held(tmp_path, mine=True):
         pass
 
@@ -148,14 +154,167 @@ def test_a_run_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     assert interrupted_run(WANTED, tmp_path) == run
 
 
-def test_complete_means_all_the_steps_that_are_asked_for(tmp_path: Path) -> None:
-    assert not is_complete(tmp_path, 30)
-    (tmp_path / "result.json").write_text('{"steps": 30}')
-    assert is_complete(tmp_path, 30)
-    assert is_complete(tmp_path, -1)
-    assert not is_complete(tmp_path, 31)
-    (tmp_path / "result.json").write_text('{"steps": null}')
-    assert not is_complete(tmp_path, 30)
+# (steps, epochs) reached and limits (max_steps, max_epochs) of the run; limits now; whether it is complete.
+@pytest.mark.parametrize(
+    ("reached", "limits", "now", "complete"),
+    [
+        ((30, 2), (30, -1), {"max_steps": 30}, True),
+        ((30, 2), (30, -1), {"max_steps": 20}, True),
+        ((30, 2), (30, -1), {"max_steps": 31}, False),
+        ((30, 2), (30, -1), {"max_steps": -1}, False),
+        ((4, 1), (-1, 1), {"max_steps": -1, "max_epochs": 1}, True),
+        ((4, 1), (-1, 1), {"max_epochs": 1}, True),
+        ((4, 1), (-1, 1), {"max_steps": -1, "max_epochs": 3}, False),
+        ((4, 1), (-1, 1), {"max_steps": 800, "max_epochs": 1}, True),
+        ((4, 1), (400, 1), {"max_steps": 400, "max_epochs": 1}, True),
+        ((4, 1), (400, 1), {"max_steps": 800, "max_epochs": 1}, True),
+        ((4, 1), (400, 1), {"max_steps": 4, "max_epochs": 2}, True),
+        ((4, 1), (400, 1), {"max_steps": 400, "max_epochs": 2}, False),
+        ((10, 0), (400, -1), {"max_steps": 400}, True),  # stopped early
+        ((10, 0), (400, -1), {"max_steps": 300}, True),
+        ((10, 0), (400, -1), {"max_steps": 800}, False),
+        ((10, 0), (-1, 1000), {}, True),
+    ],
+)
+def test_complete_means_that_no_more_is_asked_for(
+    tmp_path: Path, reached: tuple[int, int], limits: tuple[int, int], now: dict[str, int], complete: bool
+) -> None:
+    asked = OmegaConf.create({"trainer": now, "resume": "auto"})
+    assert complete_run(tmp_path, asked) is None
+    found = dict(zip(("steps", "epochs", "max_steps", "max_epochs"), (*reached, *limits), strict=True))
+    found["config"] = {"trainer": {"max_steps": limits[0], "max_epochs": limits[1]}}
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    assert complete_run(tmp_path, asked) == (found if complete else None)
+    (tmp_path / "result.json").write_text('{"status": 1, "steps": null}')  # a job that failed
+    assert complete_run(tmp_path, asked) is None
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+QUICK = [*TINY, "data.batch_size=16", "trainer.limit_val_batches=1", "trainer.limit_train_batches=4", "resume=auto"]
+EARLY_STOPPING = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/loss", "patience": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    {
+        "epochs": (["trainer.max_steps=-1", "trainer.max_epochs=1"], 4),
+        "epochs before steps": (["trainer.limit_train_batches=2", "trainer.max_epochs=1"], 2),
+        "neither limit": (
+            ["~trainer.max_steps", "trainer.val_check_interval=1", "callbacks.stop.min_delta=9"]
+            + [f"+callbacks.stop.{key}={value}" for key, value in EARLY_STOPPING.items()],
+            2,
+        ),
+    }.values(),
+)
+def test_a_run_that_ended_otherwise_than_by_steps_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    steps: int,
+) -> None:
+    run = tmp_path / "run"
+    command = [*QUICK, *options, f"hydra.run.dir={run}"]
+    assert cli(monkeypatch, *command) == 0
+    assert checkpoint(run)["global_step"] == steps
+    before = contents(run)
+    assert cli(monkeypatch, *command) == 0
+    assert f"the run in {run} is complete" in capfd.readouterr().out
+    assert contents(run) == before
+    if options[0] == "trainer.max_steps=-1":
+        assert cli(monkeypatch, *command, "trainer.max_epochs=2") == 0
+        result = json.loads((run / "result.json").read_text())
+        assert result["epochs"] == 2
+        assert result["steps"] == checkpoint(run)["global_step"] >= 8
+
+
+def test_results_are_those_of_the_configuration_beside_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "sweep" / "0"
+    command = [*QUICK, "trainer.max_steps=2", "seed=3"]
+    assert cli(monkeypatch, *command, f"hydra.run.dir={run}") == 0
+    before = contents(run)
+    for more in (["optimizer.lr=0.5"], ["optimizer.lr=0.5", "trainer.max_steps=1"]):
+        assert cli(monkeypatch, *command, *more, f"hydra.run.dir={run}") == 2
+        message = capfd.readouterr().err
+        assert f"the run in {run} is complete and had another configuration: optimizer.lr 0.002 -> 0.5 (" in message
+        assert "hydra.run.dir=PATH" in message
+        assert contents(run) == before
+
+    sweep = ["-m", *command, f"hydra.sweep.dir={run.parent}"]
+    assert cli(monkeypatch, *sweep) == 0  # its job 0 was run by hand
+    with (run.parent / "results.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    loss = json.loads(before[str(run / "result.json")])["validation_loss"]
+    assert (row["job"], row["status"], row["steps"], float(row["validation_loss"])) == ("0", "0", "2", loss)
+    before = contents(run.parent)
+    assert cli(monkeypatch, *sweep, "optimizer.lr=0.5") == 2
+    assert "optimizer.lr 0.002 -> 0.5" in capfd.readouterr().err
+    for name in ("results.csv", "0/result.json", "0/checkpoints/last.ckpt"):
+        assert (run.parent / name).read_bytes() == before[str(run.parent / name)], name
+    assert "0.5" not in (run.parent / "results.csv").read_text()
+
+
+# Command lines that are printed
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's own directory of options."""
+    (tmp_path / "my conf" / "optimizer").mkdir(parents=True)
+    text = "_target_: torch.optim.AdamW\n_partial_: true\nlr: 0.125\n"
+    (tmp_path / "my conf" / "optimizer" / "mine.yaml").write_text(text)
+    return tmp_path / "my conf"
+
+
+def printed(text: str, title: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(title)]
+    command = shlex.split(line.removeprefix(title))
+    assert command[:3] == ["python", "-m", "recipes.train"]
+    return command[3:]
+
+
+def test_to_continue_names_the_users_own_options(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, mine: Path
+) -> None:
+    (tmp_path / "second" / "ema").mkdir(parents=True)
+    (tmp_path / "second" / "ema" / "ours.yaml").write_text("defaults: [default]\n")
+    given = ["--config-dir", str(tmp_path / "second"), f"hydra.searchpath=[file://{mine}]"]
+    command = [*given, *QUICK, "optimizer=mine", "ema=ours", "trainer.max_steps=3", f"hydra.run.dir={tmp_path}/run"]
+    assert signalled(monkeypatch, 2, signal.SIGTERM, *command) == 143
+    again = printed(capfd.readouterr().out, "to continue      ")
+    assert set(given) < set(again)
+    assert cli(monkeypatch, *again) == 0
+    assert checkpoint(tmp_path / "run")["global_step"] == 3
+
+
+def test_audit_keeps_the_users_own_options(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, mine: Path
+) -> None:
+    tiny = ["model=unet_tiny", "steps=1", "batches=1", "samples=1", "device=cpu", "optimizer=mine"]
+    place = f"hydra.run.dir={tmp_path}/found"
+    assert cli(monkeypatch, "--config-dir", str(mine), *tiny, place, program=audit) == 0
+    again = printed(capfd.readouterr().out, "to train with it ")
+    assert again[:2] == ["--config-dir", f"{tmp_path}/found"]
+    assert f"hydra.searchpath=[file://{mine}]" in again
+    assert cli(monkeypatch, *again, "dry_run=meta") == 0
+
+
+def test_last_is_the_newest_of_runs_and_jobs_for_all_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recipes.train"])
+    experiment = tmp_path / "outputs" / "digits_unet"
+    for age, run in enumerate(("1", "sweep_a/0", "sweep_a/1", "2")):
+        path = experiment / run / "checkpoints" / "last.ckpt"
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (1e9 + age, 1e9 + age))
+        assert trained.checkpoint_path("last") == path
+        assert resume.find_checkpoint({"ckpt_path": "last"}, experiment / "new") == path
 
 
 def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
