@@ -323,7 +323,17 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
     except ValueError as error:
         raise ConfigError(f"modes: {error}") from error
     results = {mode.name: Measured() for mode in modes}
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # which tells of every one of many short fits
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)  # it tells of every one of many short fits
+    try:
+        _take_turns(config, modes, results, on_gpu)
+    finally:
+        log.setLevel(level)
+    return results
+
+
+def _take_turns(config: dict[str, Any], modes: list[Mode], results: dict[str, Measured], on_gpu: bool) -> None:
     for turn in range(config["rounds"]):
         shift = turn % len(modes)  # no mode is always the first, or always after the same one
         for mode in [*modes[shift:], *modes[:shift]]:
@@ -340,7 +350,6 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
                     raise
             if on_gpu:
                 torch.cuda.empty_cache()
-    return results
 
 
 def ratio(results: dict[str, Measured], mode: str, other: str) -> float | None:

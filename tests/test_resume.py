@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_recipes import ROOT, assert_same, checkpoint, cli, signalled
@@ -306,6 +307,7 @@ def test_audit_keeps_the_users_own_options(
 
 def test_last_is_the_newest_of_runs_and_jobs_for_all_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # of another test's run, with a directory of its own
     monkeypatch.setattr(sys, "argv", ["recipes.train"])
     experiment = tmp_path / "outputs" / "digits_unet"
     for age, run in enumerate(("1", "sweep_a/0", "sweep_a/1", "2")):
