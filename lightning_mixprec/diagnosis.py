@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.magnitudes import nonfinite
+from lightning_mixprec.opaque import is_transformed
 from lightning_mixprec.overflow import Verdict, Watch
-from lightning_mixprec.replay import Replayer, is_transformed, meets_other_ranks, without_hooks
+from lightning_mixprec.replay import Replayer, meets_other_ranks, without_hooks
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)

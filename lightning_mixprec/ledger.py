@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mixprec.master import MasterWeights, found_nonfinite, multiply_gradients
+from lightning_mixprec.gradients import found_nonfinite, multiply_gradients
+from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.reduction import GradientReduction
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.shards import local, shard_like, whole

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_mixprec.opaque import is_transformed
+
 _IN_CACHE = 2**16  # elements that are widened at a time, for sums over all of them
 
 
@@ -40,7 +42,7 @@ def lean_norm(forward: Any, module: Any, x: Tensor) -> Tensor | None:
         >>> lean_norm(nn.LayerNorm.forward, nn.LayerNorm(2), torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)).dtype
         torch.bfloat16
     """
-    if not torch.compiler.is_compiling() and _is_transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         return None  # torch.func and forward-mode derivatives know torch's own operations alone
     mixed = _has_mixed_kernels(x)
     if forward is nn.GroupNorm.forward:
@@ -121,11 +123,6 @@ def _layer_norm_backward(
         )[1:]
         sums = [new if old is None or new is None else old + new for old, new in zip(sums, found, strict=True)]
     return [by_x, *(each.view(tuple(size)) if need else None for each, need in zip(sums, mask[1:], strict=True))]
-
-
-def _is_transformed() -> bool:
-    level: Any = torch.autograd.forward_ad._current_level
-    return level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def _has_mixed_kernels(x: Tensor) -> bool:

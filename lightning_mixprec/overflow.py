@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.magnitudes import cures, differ, headroom_bits, largest, nonfinite
-from lightning_mixprec.replay import Replayer, ReplayError, is_transformed, tensors_in
+from lightning_mixprec.opaque import is_transformed
+from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
 
 # Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
 _LARGE_GRADIENT = 0.125

@@ -203,31 +203,6 @@ def meets_other_ranks(module: nn.Module) -> bool:
     )
 
 
-def is_transformed() -> bool:
-    """Whether torch.func (vmap, grad, jvp) or a forward-mode derivative is at work: its tensors have no values to read.
-
-    Example:
-        >>> is_transformed()
-        False
-    """
-    level: Any = torch.autograd.forward_ad._current_level
-    return level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def stored(tensor: Tensor) -> Tensor | None:
-    """The elements that a tensor holds in memory: of a sparse one its values; None where they cannot be looked at.
-
-    Example:
-        >>> stored(torch.eye(3).to_sparse())
-        tensor([1., 1., 1.])
-    """
-    if tensor.is_nested or tensor.is_meta or tensor._is_zerotensor():
-        return None
-    if tensor.layout == torch.sparse_coo:
-        return tensor._values()
-    return tensor if tensor.layout == torch.strided else tensor.values()
-
-
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor in containers, dataclasses and attributes of other objects, with where it stands.
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_mixprec import MasterWeightPrecision, audit
-from lightning_mixprec.audit import Audit
+from lightning_mixprec.audit_result import Audit
 from recipes import command_line
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_mixprec.master import MasterWeights, found_nonfinite
+from lightning_mixprec.gradients import found_nonfinite
+from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.storage import Masters
 from recipes.measure import live_bytes
 

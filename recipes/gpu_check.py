@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_mixprec.layers import NormLayer, swap_
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.policy import Float8Recipe
 from lightning_mixprec.storage import Masters
-from recipes import benchmark, command_line
+from recipes import benchmark, benchmark_report, command_line
 from recipes.config import plain
 from recipes.train import quiet
 
@@ -357,9 +358,9 @@ def measure(device: str, small: bool, deadline: float, console: Console) -> dict
                 config = plain(compose("benchmark", overrides=["trainer.default_root_dir=.", "callbacks=none", *given]))
             console.print(f"\n{name}: python -m recipes.benchmark {' '.join(given)}", highlight=False, soft_wrap=True)
             results = benchmark.run(config)
-            benchmark.show(results, config["data"]["batch_size"], console)
-            console.print(benchmark.recommendation(results), highlight=False, soft_wrap=True)
-            found.setdefault(name, {}).update({mode: benchmark.asdict(measured) for mode, measured in results.items()})
+            benchmark_report.show(results, config["data"]["batch_size"], console)
+            console.print(benchmark_report.recommendation(results), highlight=False, soft_wrap=True)
+            found.setdefault(name, {}).update({mode: asdict(measured) for mode, measured in results.items()})
     return found
 
 
@@ -376,7 +377,7 @@ def main() -> None:
     start = time.monotonic()
     console = Console()
     with quiet():
-        document: dict[str, Any] = {"machine": benchmark.machine()}
+        document: dict[str, Any] = {"machine": benchmark_report.machine()}
         document["checks"] = run_checks(arguments.device, console)
         arguments.output.write_text(json.dumps(document, indent=2))  # should the tables not end in time
         document["tables"] = measure(arguments.device, arguments.small, start + 60 * arguments.minutes, console)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, NonFiniteGradientsError, PrecisionPolicy, audit
-from lightning_mixprec.audit import Audit
+from lightning_mixprec.audit_result import Audit
 from lightning_mixprec.float8_trial import float8_errors
 from lightning_mixprec.formats import lost_updates
 from lightning_mixprec.overflow import is_within

@@ -11,7 +11,9 @@ from rich.console import Console
 from torch import nn
 
 from lightning_mixprec import MasterWeightPrecision
-from recipes.benchmark import Measured, Mode, recommendation, run
+from recipes.benchmark import run
+from recipes.benchmark_modes import Mode
+from recipes.benchmark_report import Measured, recommendation
 from recipes.config import ConfigError
 from recipes.gpu_check import CHECKS, run_checks
 from recipes.measure import Operations, SavedForBackward

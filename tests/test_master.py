@@ -7,7 +7,8 @@ import torch
 from reference import rounded
 from torch import Tensor, nn
 
-from lightning_mixprec.master import MasterWeights, found_nonfinite
+from lightning_mixprec.gradients import found_nonfinite
+from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.storage import Bucket, decode_, encode_, round_
 from recipes.measure import live_bytes
 
