@@ -41,6 +41,8 @@ class LayerAudit:
             compute in fp8; NaN for all others.
 
     Example:
+        >>> from torch import nn
+        >>> from lightning_mixprec import audit
         >>> net = nn.Sequential(nn.Linear(1, 1))
         >>> layer = audit(net, [torch.ones(4, 1)], lambda model, batch: model(batch).sum()).layers[0]
         >>> layer.name, layer.dtype, layer.gradient, layer.gradients[torch.float16].overflow
@@ -76,6 +78,8 @@ class Audit:
         loss_fp32: The same in fp32.
 
     Example:
+        >>> from torch import nn
+        >>> from lightning_mixprec import audit
         >>> found = audit(nn.Sequential(nn.Linear(1, 1)), [torch.ones(4, 1)], lambda model, batch: model(batch).sum())
         >>> found.policy, found.suggested_loss_scale
         (PrecisionPolicy('fp16'), 8192.0)
@@ -163,6 +167,8 @@ class Audit:
             fallback: What is to happen to layers that overflow later.
 
         Example:
+            >>> from torch import nn
+            >>> from lightning_mixprec import audit
             >>> net = nn.Sequential(nn.Linear(1, 1))
             >>> print(audit(net, [torch.ones(1, 1)], lambda model, x: model(x).sum(), policy="bf16").to_yaml())
             _target_: lightning_mixprec.MasterWeightPrecision
