@@ -27,13 +27,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_mixprec.bucket_state import BucketState
-from lightning_mixprec.fused_adam import fused_adam, has_fused_kernel
+from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.probe import classify, without_step_hooks
 from lightning_mixprec.scratch import Scratch, gather_gradients
 from lightning_mixprec.storage import Bucket, Masters
 
 _HALF = (torch.float16, torch.bfloat16)
-_MANY = 64  # parameters in a bucket that are stepped as one tensor
 # fp32 values in one call. Calls cost time of their own, but what a flat step has gathered should still be in the cache
 # when the optimizer comes to it, and what that has written when it is rounded.
 _CALL_ELEMENTS = 2**22
@@ -186,25 +185,44 @@ class Borrower:
         inverse_scale: Tensor | None,
     ) -> Any:
         scratch = Scratch()
+        if self.way == "kernel":
+            return self._step_by_kernel(groups, layouts, call, scratch, inverse_scale)
         result = None
         try:
-            for batch in self._batches(groups, layouts):
+            for group, own, buckets in self._shares(groups, layouts):
                 with ExitStack() as loans:
-                    for group, own, buckets in batch:
-                        lent = [param for param in own if param.grad is not None]
-                        self._homes.unscale_gradients(lent, inverse_scale)
-                        for bucket, places in buckets:
-                            loan = self._lend(group, bucket, places, scratch, inverse_scale)
-                            lent += loans.enter_context(loan)
-                        loans.enter_context(_holding(group, lent))
-                    shown = [group for group, _, _ in batch if group["params"]]
-                    if shown or self.way == "kernel":  # also with nothing left to do: schedulers watch for the call
-                        self.optimizer.param_groups[:] = shown or groups[:1]
+                    lent = [param for param in own if param.grad is not None]
+                    self._homes.unscale_gradients(lent, inverse_scale)
+                    for bucket, places in buckets:
+                        lent += loans.enter_context(self._lend(group, bucket, places, scratch, inverse_scale))
+                    loans.enter_context(_holding(group, lent))
+                    if lent:
+                        self.optimizer.param_groups[:] = [group]
                         result = call()
                 scratch.reset()
         finally:
             self.optimizer.param_groups[:] = groups
         return result
+
+    def _step_by_kernel(
+        self,
+        groups: list[dict[str, Any]],
+        layouts: list[_Layout],
+        call: Callable[[], Any],
+        scratch: Scratch,
+        inverse_scale: Tensor | None,
+    ) -> Any:
+        fused = FusedAdam(self.optimizer, self._homes.unscale_gradients)
+        for group, layout in zip(groups, layouts, strict=True):
+            fused.step_own(group, layout.own, inverse_scale)
+            for bucket, places in layout.places.items():
+                state = self._states.setdefault(bucket, BucketState(bucket))
+                params = [bucket.params[place] for place in places]
+                fused.step_bucket(group, bucket, params, state, scratch, inverse_scale)
+        with ExitStack() as nothing:  # left to do: but schedulers watch for the call
+            for group in groups:
+                nothing.enter_context(_holding(group, []))
+            return call()
 
     def _layout(self, group: dict[str, Any]) -> _Layout:
         known, params = self._layouts.get(id(group)), group["params"]
@@ -225,13 +243,8 @@ class Borrower:
             self._layouts[id(group)] = known
         return known
 
-    def _batches(self, groups: Sequence[dict[str, Any]], layouts: Sequence[_Layout]) -> Iterator[list[_Share]]:
-        """What goes into each call of the optimizer: everything (kernel), or a few buckets of one group."""
-        if self.way == "kernel":
-            yield [
-                (group, layout.own, list(layout.places.items())) for group, layout in zip(groups, layouts, strict=True)
-            ]
-            return
+    def _shares(self, groups: Sequence[dict[str, Any]], layouts: Sequence[_Layout]) -> Iterator[_Share]:
+        """What goes into each call of the optimizer: a few buckets of one group."""
         for group, layout in zip(groups, layouts, strict=True):
             own = layout.own
             buckets: list[tuple[Bucket, list[int]]] = []
@@ -239,10 +252,10 @@ class Borrower:
                 in_cache = self.way == "flat" and bucket.half.device.type == "cpu"
                 limit = _FLAT_CALL_ELEMENTS_ON_CPU if in_cache else _CALL_ELEMENTS
                 if sum(each.numel for each, _ in buckets) + bucket.numel > limit and buckets:
-                    yield [(group, own, buckets)]
+                    yield group, own, buckets
                     own, buckets = [], []
                 buckets.append((bucket, places))
-            yield [(group, own, buckets)]
+            yield group, own, buckets
 
     @contextmanager
     def _lend(
@@ -255,54 +268,30 @@ class Borrower:
     ) -> Iterator[list[nn.Parameter]]:
         """Fp32 parameters for the optimizer to step on; afterwards their values and state go back to where they live.
 
-        Yields nothing to step on where no gradient is there, or where the kernel has done the step already.
+        Yields nothing to step on where no gradient is there.
         """
-        params = [bucket.params[place] for place in places]
-        grads = [param.grad for param in params]
-        if any(grad is None for grad in grads):
-            params = [param for param in params if param.grad is not None]
+        params = [param for param in (bucket.params[place] for place in places) if param.grad is not None]
         if not params:
             yield []
             return
-        mark = scratch.mark()
         bucket.adopt()
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
         state = self._states.setdefault(bucket, BucketState(bucket))
-        dense = not any(grad.is_sparse for grad in grads if grad is not None)
-        # Vectorised kernels may round the last elements of a tensor (at most 15) differently, by an fp32 ulp. As one
-        # tensor go parameters that have no such elements or very many others, and those so many that each on its own
-        # would cost more than its arithmetic.
-        as_one = len(params) == len(bucket.params) and dense and (bucket.seamless or len(params) > _MANY)
-        flat_state = state.gather(self.optimizer.state) if as_one and self.way in ("kernel", "flat") else None
-        room = None
+        flat_state = state.take(self.optimizer.state) if self.way == "flat" and state.suits(params) else None
         if flat_state is None:
             state.release()
             self._homes.unscale_gradients(params, inverse_scale)
             lent = {param: self._show(param, bucket.view(values, bucket.index[param])) for param in params}
-        else:
-            room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
-        if self.way == "kernel" and dense:
-            if room is None or flat_state is None:
-                shown: list[Any] = list(lent.values())
-                fused_adam(group, shown, [each.grad for each in shown], [self.optimizer.state[each] for each in params])
-                self._hide(bucket, values, lent)
-            else:
-                fused_adam(group, [values], [room], [flat_state])
-                state.scatter(self.optimizer.state, flat_state)
-            bucket.write(values, room)  # while it is in the cache
-            scratch.reset(mark)
-            yield []
-            return
-        if flat_state is None:
             self._exchange(lent)
             try:
                 yield list(lent.values())
             finally:
                 self._put_back(lent.values())
                 self._hide(bucket, values, lent)
+                room = None
         else:
             whole = nn.Parameter(values)
-            whole.grad = room
+            whole.grad = room = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
             if flat_state:
                 self.optimizer.state[whole] = flat_state
             try:

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mixprec.storage import Bucket
+
+_MANY = 64  # parameters in a bucket that are stepped as one tensor
 
 
 class BucketState:
@@ -32,18 +34,35 @@ class BucketState:
         self._seen: dict[str, Any] = {}  # values of `_flat`, and of each part, as they were put there
         self._items: list[tuple[Any, ...]] = []
 
+    def suits(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether ``params``, those of the bucket that have a gradient, can be stepped as one tensor.
+
+        Vectorised kernels may round the last elements of a tensor (at most 15) differently, by an fp32 ulp. As one
+        tensor go parameters that have no such elements or very many others, and those so many that each on its own
+        would cost more than its arithmetic.
+        """
+        bucket = self.bucket
+        if len(params) < len(bucket.params) or not (bucket.seamless or len(params) > _MANY):
+            return False
+        return not any(param.grad is not None and param.grad.is_sparse for param in params)
+
     def gather(self, state: Any) -> dict[str, Any] | None:
-        """Take the parameters' state out of ``state`` as one flat state; None, with nothing taken, if it is not one."""
+        """The parameters' state as one flat state; None if it is not one, by keys, shapes or scalars."""
         parts = [state.get(param) for param in self.bucket.params]
         if self._flat is None or not self._untouched(parts):
             self._flat = self._flatten(parts)
-        if self._flat is not None:
-            for param in self.bucket.params:
-                state.pop(param, None)
         return self._flat
 
+    def take(self, state: Any) -> dict[str, Any] | None:
+        """Likewise, and if it is one, ``state`` has it no more."""
+        flat = self.gather(state)
+        if flat is not None:
+            for param in self.bucket.params:
+                state.pop(param, None)
+        return flat
+
     def scatter(self, state: Any, flat: dict[str, Any]) -> None:
-        """Put ``flat`` back as the parameters' state."""
+        """Let ``flat`` be the parameters' state."""
         if self._parts and self._flat is not None and flat.keys() == self._parts[0].keys():
             moved = [key for key, value in flat.items() if value is not self._seen.get(key)]
         else:

@@ -47,7 +47,7 @@ TORCH_ONLY = {
     "probe": set(),
     "bucket_state": {"storage"},
     "scratch": {"storage"},
-    "fused_adam": set(),
+    "fused_adam": {"bucket_state", "scratch", "storage"},
     "borrow": {"bucket_state", "fused_adam", "probe", "scratch", "storage"},
     "gradients": {"shards"},
     "master": {"borrow", "gradients", "shards", "storage"},
