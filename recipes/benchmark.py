@@ -224,6 +224,9 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
     except ValueError as error:
         raise ConfigError(f"modes: {error}") from error
     results = {mode.name: Measured() for mode in modes}
+    if len(results) < len(modes):
+        twice = sorted({mode.name for mode in modes if modes.count(mode) > 1})
+        raise ConfigError(f"modes: {', '.join(map(repr, twice))} stands there more than once. Name each mode once.")
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.WARNING)  # it tells of every one of many short fits
