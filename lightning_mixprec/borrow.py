@@ -85,6 +85,7 @@ class Borrower:
     def __init__(self, optimizer: Optimizer, homes: Homes, masters: Masters) -> None:
         self.optimizer = optimizer
         self._homes = homes
+        self._masters = masters
         self._states: dict[Bucket, BucketState] = {}
         self._layouts: dict[int, _Layout] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # stand-in -> parameter, while a window is open
@@ -133,12 +134,25 @@ class Borrower:
 
     # The step
 
+    @property
+    def takes_flag(self) -> bool:
+        """Whether a step can be told on the device to do nothing, and leaves no trace then.
+
+        A rounding that draws random numbers would, and so would state that the step makes.
+        """
+        if self.way != "kernel" or self._masters not in ("fp32", "split"):
+            return False
+        if self._step_hooks("pre") or self._step_hooks("post"):
+            return False
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return all(self.optimizer.state.get(param) for param in params if param.grad is not None)
+
     @torch.no_grad()
-    def step(self, call: Callable[[], Any], inverse_scale: Tensor | None) -> Any:
+    def step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None = None) -> Any:
         """One step; see :meth:`lightning_mixprec.master.MasterWeights.step`."""
         self._inside = True
         try:
-            return self._step(call, inverse_scale)
+            return self._step(call, inverse_scale, skip)
         finally:
             self._inside = False
 
@@ -149,7 +163,7 @@ class Borrower:
                 "`self.optimizers()` returns, not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
             )
 
-    def _step(self, call: Callable[[], Any], inverse_scale: Tensor | None) -> Any:
+    def _step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None) -> Any:
         groups = list(self.optimizer.param_groups)
         layouts = [self._layout(group) for group in groups]
         hooked = self._step_hooks("pre") or self._step_hooks("post")
@@ -158,6 +172,8 @@ class Borrower:
             for layout in layouts:
                 self._homes.unscale_gradients(layout.params, inverse_scale)
             return self._step_whole(call)
+        if self.way == "kernel" and not hooked:
+            return self._step_by_kernel(groups, layouts, call, inverse_scale, skip)
         if not hooked:
             return self._step_in_parts(groups, layouts, call, inverse_scale)
         # Hooks expect one call, with everything in place: they get it around the parts, with the module's parameters.
@@ -167,7 +183,10 @@ class Borrower:
             if hook(self.optimizer, (), {}) is not None:
                 raise ValueError(f"A step hook of {self._class.__name__} changes arguments; use masters='fp32'.")
         with without_step_hooks(self.optimizer):
-            result = self._step_in_parts(groups, layouts, call, None)
+            if self.way == "kernel":
+                result = self._step_by_kernel(groups, layouts, call, None, None)
+            else:
+                result = self._step_in_parts(groups, layouts, call, None)
         for hook in self._step_hooks("post"):
             hook(self.optimizer, (), {})
         return result
@@ -185,8 +204,6 @@ class Borrower:
         inverse_scale: Tensor | None,
     ) -> Any:
         scratch = Scratch()
-        if self.way == "kernel":
-            return self._step_by_kernel(groups, layouts, call, scratch, inverse_scale)
         result = None
         try:
             for group, own, buckets in self._shares(groups, layouts):
@@ -209,10 +226,11 @@ class Borrower:
         groups: list[dict[str, Any]],
         layouts: list[_Layout],
         call: Callable[[], Any],
-        scratch: Scratch,
         inverse_scale: Tensor | None,
+        skip: Tensor | None,
     ) -> Any:
-        fused = FusedAdam(self.optimizer, self._homes.unscale_gradients)
+        scratch = Scratch()
+        fused = FusedAdam(self.optimizer, self._homes.unscale_gradients, skip)
         for group, layout in zip(groups, layouts, strict=True):
             fused.step_own(group, layout.own, inverse_scale)
             for bucket, places in layout.places.items():

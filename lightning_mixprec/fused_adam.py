@@ -35,11 +35,18 @@ class FusedAdam:
     Args:
         optimizer: For which :func:`has_fused_kernel`; its state is used and made as it would do itself.
         unscale: Makes gradients of 16-bit parameters fp32 and multiplies them by a factor, if there is one.
+        skip: fp32 [], on the device: 1 makes every step do nothing, and not count. None for 0.
     """
 
-    def __init__(self, optimizer: Optimizer, unscale: Callable[[Iterable[nn.Parameter], Tensor | None], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        unscale: Callable[[Iterable[nn.Parameter], Tensor | None], None],
+        skip: Tensor | None = None,
+    ) -> None:
         self._state = optimizer.state
         self._unscale = unscale
+        self._skip = skip
 
     def step_own(self, group: dict[str, Any], params: Sequence[nn.Parameter], inverse_scale: Tensor | None) -> None:
         """Step fp32 parameters on their own values."""
@@ -72,7 +79,7 @@ class FusedAdam:
         else:
             made_now = not flat
             grads = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
-            _fused_adam(group, [values], [grads], [flat])
+            _fused_adam(group, [values], [grads], [flat], self._skip)
             if made_now:
                 state.scatter(self._state, flat)
         bucket.write(values, grads)  # while it is in the cache
@@ -85,11 +92,15 @@ class FusedAdam:
                 "Adam with fused=True takes no sparse gradients. Use torch.optim.SparseAdam for these parameters, or "
                 "make their gradients dense, as nn.Embedding(sparse=False) does."
             )
-        _fused_adam(group, list(values), grads, [self._state[param] for param in params])
+        _fused_adam(group, list(values), grads, [self._state[param] for param in params], self._skip)
 
 
 def _fused_adam(
-    group: dict[str, Any], values: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    group: dict[str, Any],
+    values: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    skip: Tensor | None,
 ) -> None:
     for value, state in zip(values, states, strict=True):
         if not state:
@@ -109,6 +120,7 @@ def _fused_adam(
         foreach=False,
         fused=True,
         capturable=group["capturable"],
+        found_inf=skip,
         decoupled_weight_decay=group["decoupled_weight_decay"],
         has_complex=False,
         amsgrad=group["amsgrad"],

@@ -69,6 +69,6 @@ def _suspects(tensors: list[Tensor]) -> list[Tensor]:
     Small tensors cost less in one call for all of them.
     """
     large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]
-    if large and bool(torch.stack([tensor.sum() for tensor in large]).isfinite().all()):
+    if large and torch.stack([tensor.sum() for tensor in large]).isfinite().all().numpy():  # it is on the host
         return [tensor for tensor in tensors if tensor.numel() < _LARGE]
     return tensors

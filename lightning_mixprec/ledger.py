@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.gradients import found_nonfinite, multiply_gradients
+from lightning_mixprec.mailbox import Mailbox
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.reduction import GradientReduction
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -82,6 +83,7 @@ class GradientLedger:
         self._accumulate_in_fp32 = accumulate_in_fp32
         self._reduction = reduction
         self._keep_gradients = keep_gradients
+        self._mailbox = Mailbox()
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
         self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
         self._pending: set[Optimizer] = set()  # gradients made by backward that no step has used or skipped
@@ -173,38 +175,77 @@ class GradientLedger:
         known = self._known.pop(optimizer, None)
         if known is not None and known[1] == _version(optimizer):
             return known[0]
+        return self._answer(optimizer, self._agree(optimizer).tolist())
+
+    def leaves_it_to_the_device(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` can be queued before the host knows whether it is to step, see :meth:`ask`.
+
+        It can if it takes a flag that makes the step do nothing at all, and nobody wrote to gradients since backward.
+        """
+        if self._masters is None or self._keep_gradients or optimizer in self._known:
+            return False
+        return self._masters.takes_flag(optimizer)
+
+    def ask(self, optimizer: Optimizer) -> Tensor:
+        """What :meth:`overflowed` tells, as fp32 [], 1 if so, for :meth:`step`; does not wait."""
+        flags = self._agree(optimizer)
+        self._mailbox.send(flags)
+        return flags[self.optimizers.index(optimizer)]
+
+    def answered(self, optimizer: Optimizer) -> bool:
+        """What :meth:`overflowed` tells, after :meth:`ask`, and after a step that took its answer.
+
+        Waits for the end of backward, while the device has that step to do.
+
+        Raises:
+            RuntimeError: As :meth:`overflowed` does.
+        """
+        found = self._answer(optimizer, self._mailbox.receive())
+        if not found:
+            self._took(optimizer)
+        return found
+
+    def _agree(self, optimizer: Optimizer) -> Tensor:
+        """The flags of all optimizers and the notice, the largest of all ranks each; and where the ranks stand."""
         zero = torch.zeros(1, dtype=torch.float32, device=self._device)
         if self._keep_gradients:  # the user may have written to them since backward
             for each in self.optimizers:
                 self.note(each)
         flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice])
-        *values, notice = self._agree(flags, optimizer)
+        if not _several_ranks():
+            return flags
+        here = flags.new_full((1,), float(self._place(optimizer)))  # exact
+        return _over_ranks(torch.cat([flags, here, -here]))
+
+    def _answer(self, optimizer: Optimizer, values: list[float]) -> bool:
+        """Whether ``optimizer`` has to skip, from what :meth:`_agree` gave; remembers what it says of the others."""
+        if _several_ranks():
+            *values, last, first = values
+            self._refuse_different_places(optimizer, int(-first), int(last))
+        *values, notice = values
         found = dict(zip(self.optimizers, values, strict=True))
         self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
         return bool(found[optimizer])
 
-    def _agree(self, flags: Tensor, optimizer: Optimizer) -> list[float]:
-        """The largest of all ranks. Where each rank stands goes along, and has to be the same place."""
-        if not _several_ranks():
-            return flags.tolist()
+    def _place(self, optimizer: Optimizer) -> int:
         count = len(self.optimizers)
-        place = 2 * (self.batches % 2**16 * count + self.optimizers.index(optimizer)) + self.has_gradients(optimizer)
-        here = flags.new_full((1,), float(place))  # exact
-        *values, last, first = _over_ranks(torch.cat([flags, here, -here])).tolist()
-        if last != -first:
-            mine, low, high = (
-                f"batch {int(each) // 2 // count}, optimizer {int(each) // 2 % count}, "
-                f"{'with' if each % 2 else 'without'} gradients"
-                for each in (place, -first, last)
-            )
-            raise RuntimeError(
-                f"The ranks step at different places, between ({low}) and ({high}); this one at ({mine}), where "
-                f"optimizer {self.optimizers.index(optimizer)} is {type(optimizer).__name__}. Every rank has to call "
-                "backward and step equally often, on a loss of zero where it has nothing to learn, and needs as many "
-                "batches as the others."
-            )
-        return values
+        return 2 * (self.batches % 2**16 * count + self.optimizers.index(optimizer)) + self.has_gradients(optimizer)
+
+    def _refuse_different_places(self, optimizer: Optimizer, first: int, last: int) -> None:
+        if first == last:
+            return
+        count = len(self.optimizers)
+        mine, low, high = (
+            f"batch {each // 2 // count}, optimizer {each // 2 % count}, {'with' if each % 2 else 'without'} gradients"
+            for each in (self._place(optimizer), first, last)
+        )
+        raise RuntimeError(
+            f"The ranks step at different places, between ({low}) and ({high}); this one at ({mine}), where "
+            f"optimizer {self.optimizers.index(optimizer)} is {type(optimizer).__name__}. Every rank has to call "
+            "backward and step equally often, on a loss of zero where it has nothing to learn, and needs as many "
+            "batches as the others."
+        )
 
     def agreed(self, flag: Tensor | None) -> bool:
         """Whether ``flag``, bool [], is true on any rank. Waits for the device; all ranks must ask."""
@@ -222,8 +263,15 @@ class GradientLedger:
             multiply_gradients(scaled, self.scaler.inverse_scale())
             self._scaled.difference_update(scaled)
 
-    def step(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
-        """Step, with gradients that :meth:`unscale` has made true or that are still scaled."""
+    def step(self, optimizer: Optimizer, call: Callable[[], Any], skip: Tensor | None = None) -> Any:
+        """Step, with gradients that :meth:`unscale` has made true or that are still scaled.
+
+        Args:
+            optimizer: Which.
+            call: Calls its ``step``.
+            skip: From :meth:`ask`: nothing changes if it is 1. What became of it is accounted for by :meth:`answered`,
+                and until then gradients stay.
+        """
         inverse_scale = None
         if not self.scaler.is_identity:
             in_passing = self._masters is not None and not self._keep_gradients
@@ -231,11 +279,15 @@ class GradientLedger:
                 inverse_scale = self.scaler.inverse_scale()  # bucket by bucket
             else:
                 self.unscale(optimizer)
-        output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale)
+        output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale, skip)
+        if skip is None:
+            self._took(optimizer)
+        return output
+
+    def _took(self, optimizer: Optimizer) -> None:
         self._stepped = True
         self.consecutive_skips[optimizer] = 0
         self._close(optimizer, drop=not self._keep_gradients and self._masters is not None)
-        return output
 
     def skip(self, optimizer: Optimizer) -> None:
         """Drop the gradients of ``optimizer`` without a step."""

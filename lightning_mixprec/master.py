@@ -363,7 +363,17 @@ class MasterWeights:
                 param.grad_dtype = param.dtype
                 self._widened.discard(param)
 
-    def step(self, optimizer: Optimizer, call: Callable[[], Any], inverse_scale: Tensor | None = None) -> Any:
+    def takes_flag(self, optimizer: Optimizer) -> bool:
+        """Whether a step of ``optimizer`` can be told on the device to do nothing, and leaves no trace then."""
+        return self._borrower(optimizer).takes_flag
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        call: Callable[[], Any],
+        inverse_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Any:
         """Step ``optimizer`` on the fp32 values with the gradients that the parameters hold, then round them again.
 
         Weights that were edited since the last step, by whatever means, are adopted first.
@@ -372,8 +382,9 @@ class MasterWeights:
             optimizer: One that :meth:`allocate` was given.
             call: Calls ``optimizer.step``, once or once for each bucket, and returns its result.
             inverse_scale: What gradients have to be multiplied by first, fp32 []; None if they are final.
+            skip: fp32 [], on the device: 1 makes the step do nothing. Only if :meth:`takes_flag`.
         """
-        return self._borrower(optimizer).step(call, inverse_scale)
+        return self._borrower(optimizer).step(call, inverse_scale, skip)
 
     def _borrower(self, optimizer: Optimizer) -> Borrower:
         if optimizer not in self._borrowers:  # at the start, or rebuilt since

@@ -22,9 +22,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -470,6 +469,16 @@ class MasterWeightPrecision(Precision):
             self._ledger.unscale(getattr(optimizer, "_optimizer", optimizer))
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm of all gradients together."""
+        if self.master_weights is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        norm = nn.utils.get_total_norm([param.grad for param in params])
+        # Times a NaN, every gradient would be one, and where the first was could no longer be told.
+        nn.utils.clip_grads_with_norm_(params, clip_val, norm.nan_to_num(nan=torch.inf, posinf=torch.inf))
+
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -498,10 +507,27 @@ class MasterWeightPrecision(Precision):
             return result
         assert self._diagnosis is not None
         ledger.notice = self._diagnosis.notice
+
+        def step() -> Any:
+            return optimizer.step(closure=Once(optimizer, result), **kwargs)
+
+        by_user = user_code_sees_gradients(model)
+        clips = bool(model.trainer.gradient_clip_val)
+        # Clipped by value, an inf is a number, and its parameter can no longer be named.
+        by_norm = model.trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+        if not by_user and (by_norm or not clips) and ledger.leaves_it_to_the_device(optimizer):
+            skip = ledger.ask(optimizer)
+            if clips:
+                ledger.unscale(optimizer)
+            self._after_closure(model, optimizer)
+            output = ledger.step(optimizer, step, skip)
+            if not ledger.answered(optimizer):
+                return output
+            self._skip(ledger, optimizer, model)
+            return result
         overflowed = ledger.overflowed(optimizer)
         if not overflowed:
-            by_user = user_code_sees_gradients(model)
-            if by_user or model.trainer.gradient_clip_val:
+            if by_user or clips:
                 ledger.unscale(optimizer)
             self._after_closure(model, optimizer)
             if by_user:  # and may have written something that is not finite
@@ -510,10 +536,6 @@ class MasterWeightPrecision(Precision):
         if overflowed:
             self._skip(ledger, optimizer, model)
             return result
-
-        def step() -> Any:
-            return optimizer.step(closure=Once(optimizer, result), **kwargs)
-
         return ledger.step(optimizer, step)
 
     def _skip(self, ledger: GradientLedger, optimizer: Optimizer, model: LightningModule) -> None:

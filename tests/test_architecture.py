@@ -56,7 +56,8 @@ TORCH_ONLY = {
     "profiles": set(),
     "snapshots": set(),
     "posthoc": {"profiles", "snapshots"},
-    "ledger": {"gradients", "master", "reduction", "scaler", "shards"},
+    "mailbox": set(),
+    "ledger": {"gradients", "mailbox", "master", "reduction", "scaler", "shards"},
 }
 
 

@@ -74,7 +74,7 @@ def test_plugin_casts_and_keeps_less_than_stock(model: str, batch: int) -> None:
     assert ours.saved_bytes <= 0.88 * stock.saved_bytes
     assert ours.gradient_bytes <= 0.60 * stock.gradient_bytes
     assert stock.reads == 0
-    assert ours.reads <= 2  # to step or to skip; and, on a CPU alone, sums of large gradients that show they are finite
+    assert ours.reads == 0
     assert found["32-true"].casts == 0
     assert abs(ours.loss / found["32-true"].loss - 1) < 0.01
 

@@ -1,0 +1,158 @@
+"""An optimizer that takes a flag on the device is queued before the host knows whether it is to step.
+
+Nothing of a skipped step may be seen afterwards, and the reason must still be told.
+"""
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, reference_train
+from torch import nn
+
+from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision
+
+
+def fused(make=torch.optim.AdamW, **options):
+    return lambda params: make(params, lr=0.01, fused=True, **options)
+
+
+def groups(params):
+    """Two groups, an fp32 and a 16-bit parameter in each."""
+    params = list(params)
+    return torch.optim.AdamW(
+        [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.1, "amsgrad": True}], lr=0.01, fused=True
+    )
+
+
+def rest(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+class Spy(L.Callback):
+    """What a callback sees after every batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        plugin = trainer.precision_plugin
+        lr = trainer.optimizers[0].param_groups[0]["lr"]
+        self.seen.append((plugin.step_was_skipped, trainer.global_step, plugin.real_steps, lr, plugin.loss_scale))
+
+
+@pytest.mark.parametrize(
+    ("make", "clip"),
+    [(fused(), None), (fused(), 0.05), (fused(torch.optim.Adam, maximize=True), 0.05), (groups, None)],
+    ids=["AdamW", "AdamW-clipped", "Adam-clipped", "groups"],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_are_those_of_a_plain_loop(precision, make, clip):
+    """Two overflows among eight batches, none of them the first, of which nothing is there to be queued."""
+    bad, batches, scale = {2, 5}, make_batches(8), 2.0**4 if precision == "fp16" else 1.0
+    module, spy = make_module(make, bad), Spy()
+    net = make_module().net
+    scaler = DynamicLossScaler(init_scale=scale) if precision == "fp16" else None
+    plugin = MasterWeightPrecision(precision, scaler=scaler)
+    make_trainer(plugin, callbacks=spy, gradient_clip_val=clip).fit(module, loader(batches))
+
+    expected, optimizer, final, steps = reference_train(net, batches, precision, make, clip=clip, scale=scale, bad=bad)
+    assert_same(module.net.state_dict(), expected)
+    assert (plugin.real_steps, plugin.skipped_steps) == (steps, 2) == (6, 2)
+    if precision == "fp16":
+        assert plugin.loss_scale == final
+    moments = module.trainer.optimizers[0].state
+    masters = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for group in module.trainer.optimizers[0].param_groups for param in group["params"]]
+    for param, master in zip(params, masters, strict=True):
+        assert_same(moments[param], optimizer.state[master])
+    assert [skipped for skipped, *_ in spy.seen] == [index in bad for index in range(8)]
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split", "split24", "none"])
+def test_a_run_with_bad_batches_is_the_run_without_them(masters):
+    """Weights, moments, step counts, the schedule and what callbacks see."""
+    found = []
+    for bad in ((), (1, 4, 5)):
+        batches = iter(make_batches(6))
+        data = [next(batches) if index not in bad else make_batches(1)[0] for index in range(6 + len(bad))]
+        module, spy = make_module(fused(), bad, rest), Spy()
+        make_trainer(MasterWeightPrecision("bf16", masters=masters), callbacks=spy).fit(module, loader(data))
+        states = list(module.trainer.optimizers[0].state.values())
+        found.append((module.net.state_dict(), states, [each for each in spy.seen if not each[0]]))
+        assert len(states) == len(list(module.parameters()))
+    (weights, moments, seen), (weights2, moments2, seen2) = found
+    assert_same(weights2, weights)
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(moments, moments2, strict=True) for key in a)
+    assert seen == seen2
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("clip", "algorithm"), [(None, None), (0.1, "norm"), (0.1, "value")])
+def test_the_parameter_that_overflowed_is_named(value, clip, algorithm):
+    """Clipping comes before the host knows, and a NaN norm would make NaN of everything."""
+
+    class Backward(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.now = batch_idx == 3
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    module = Backward(fused())
+    module.now, named = False, []
+    module.net.proj.weight.register_hook(lambda grad: grad * value if module.now else grad)
+
+    class Names(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.precision_plugin.step_was_skipped:
+                named.append(trainer.precision_plugin.overflowed_parameters)
+
+    plugin = MasterWeightPrecision("bf16")
+    trainer = make_trainer(plugin, callbacks=Names(), gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
+    trainer.fit(module, loader(make_batches(6)))
+    assert named == [["net.proj.weight"]]
+    assert all(bool(param.isfinite().all()) for param in module.parameters())
+
+
+def test_a_hook_that_writes_a_gradient_is_heard():
+    """What user code writes after backward counts; then nothing is queued ahead."""
+
+    class Writes(TinyModule):
+        def on_before_optimizer_step(self, optimizer):
+            if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+                self.net.proj.bias.grad[0] = math.nan
+
+    torch.manual_seed(0)
+    module, plugin = Writes(fused()), MasterWeightPrecision("bf16")
+    make_trainer(plugin).fit(module, loader(make_batches(5)))
+    assert (plugin.real_steps, plugin.skipped_steps) == (4, 1)
+    assert all(bool(param.isfinite().all()) for param in module.parameters())
+
+
+def test_accumulated_windows_skip_as_a_whole():
+    module, plugin = make_module(fused(), {2, 5}), MasterWeightPrecision("bf16")
+    make_trainer(plugin, accumulate_grad_batches=2, gradient_clip_val=0.1).fit(module, loader(make_batches(8)))
+    net = make_module().net
+    expected, _, _, steps = reference_train(net, make_batches(8), "bf16", fused(), accumulate=2, clip=0.1, bad={2, 5})
+    assert_same(module.net.state_dict(), expected)
+    assert plugin.real_steps == steps == 2
+
+
+def test_edited_weights_are_kept_over_a_skip():
+    """A weight that a callback sets before a batch that is skipped stays as it was set, and later steps start there."""
+
+    class Edits(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 2:
+                nn.init.constant_(pl_module.net.proj.weight, 0.25)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                self.after = pl_module.state_dict()["net.proj.weight"].clone()
+
+    edits = Edits()
+    module = make_module(fused(), {2})
+    make_trainer(MasterWeightPrecision("bf16"), callbacks=edits).fit(module, loader(make_batches(3)))
+    assert torch.equal(edits.after, torch.full((8, 8), 0.25))
+    assert torch.equal(module.net.proj.weight, torch.full((8, 8), 0.25))
