@@ -25,10 +25,14 @@ class BucketState:
 
     Args:
         bucket: The bucket whose parameters are meant.
+
+    Attributes:
+        shown: Whether what :meth:`gather` gave last is the memory behind the parameters' state, or a copy of it.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
+        self.shown = False
         self._flat: dict[str, Any] | None = None  # what the optimizer sees inside a flat step
         self._parts: list[dict[str, Any]] = []  # what it sees outside, one for each parameter
         self._seen: dict[str, Any] = {}  # values of `_flat`, and of each part, as they were put there
@@ -50,7 +54,7 @@ class BucketState:
         """The parameters' state as one flat state; None if it is not one, by keys, shapes or scalars."""
         parts = [state.get(param) for param in self.bucket.params]
         if self._flat is None or not self._untouched(parts):
-            self._flat = self._flatten(parts)
+            self._flat, self.shown = self._flatten(parts), False
         return self._flat
 
     def take(self, state: Any) -> dict[str, Any] | None:
@@ -76,6 +80,7 @@ class BucketState:
         self._flat, self._seen = flat, dict(flat)
         self._items = [tuple(part.values()) for part in self._parts]
         state.update(zip(self.bucket.params, self._parts, strict=True))
+        self.shown = True
 
     def release(self) -> None:
         """Give each parameter scalars of its own: from here on they are stepped one by one."""

@@ -77,10 +77,9 @@ class FusedAdam:
             self._unscale(shown, inverse_scale)
             self._kernel(group, shown, [bucket.view(values, bucket.index[param]) for param in shown])
         else:
-            made_now = not flat
             grads = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
             _fused_adam(group, [values], [grads], [flat], self._skip)
-            if made_now:
+            if not state.shown:
                 state.scatter(self._state, flat)
         bucket.write(values, grads)  # while it is in the cache
         scratch.reset(mark)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
-from reference import assert_same, loader, make_batches, make_module, make_trainer, snapshot
+from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, snapshot
+from torch import nn
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision
 
@@ -118,6 +119,40 @@ def test_resume_is_bit_for_bit_on_every_rung(mode, tmp_path):
     resumed = go(tmp_path / "resumed", 4, tmp_path / "half" / "end.ckpt")
     assert_same(whole["state_dict"], resumed["state_dict"])
     assert_same(whole["averaged_state_dict"], resumed["averaged_state_dict"])
+    for index, entry in whole["optimizer_states"][0]["state"].items():
+        assert_same(entry, resumed["optimizer_states"][0]["state"][index])
+
+
+class Extended(TinyModule):
+    """With as many 16-bit layers more of one width."""
+
+    def __init__(self, make_optimizer, count, width):
+        super().__init__(make_optimizer)
+        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def training_step(self, batch, batch_idx):
+        one = torch.ones(1, self.more[0].in_features)
+        return super().training_step(batch, batch_idx) + sum(layer(one).float().square().mean() for layer in self.more)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
+@pytest.mark.parametrize(("count", "width"), [(1, 3), (40, 3), (8, 16)], ids=["one by one", "many", "whole vectors"])
+def test_resume_is_bit_for_bit_however_a_bucket_is_stepped(count, width, fused, masters, tmp_path):
+    """As one tensor or as many: moments that were loaded are those that go on, and that are saved again."""
+
+    def go(epochs, ckpt_path=None):
+        torch.manual_seed(0)
+        module = Extended(lambda params: torch.optim.AdamW(params, lr=0.01, fused=fused), count, width)
+        trainer = make_trainer(MasterWeightPrecision("bf16", masters=masters), max_epochs=epochs)
+        trainer.fit(module, loader(make_batches(3)), ckpt_path=ckpt_path)
+        path = tmp_path / f"{epochs}-{ckpt_path is None}.ckpt"
+        trainer.save_checkpoint(path)
+        return path
+
+    whole, resumed = go(3), go(3, go(2, go(1)))
+    whole, resumed = (torch.load(path, weights_only=True) for path in (whole, resumed))
+    assert_same(whole["state_dict"], resumed["state_dict"])
     for index, entry in whole["optimizer_states"][0]["state"].items():
         assert_same(entry, resumed["optimizer_states"][0]["state"][index])
 
