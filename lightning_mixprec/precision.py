@@ -355,6 +355,7 @@ class MasterWeightPrecision(Precision):
             with self.forward_context():
                 yield
             return
+        self._end_batch(module)  # of steps made outside of `training_step`
         steps.begin_batch()
         synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         if self._partial:

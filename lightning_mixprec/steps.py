@@ -99,7 +99,6 @@ class Steps:
 
     def begin_batch(self) -> None:
         """A training batch begins."""
-        self.end_batch()  # of steps made outside of `training_step`
         self._ledger.batches += 1
         self._outcome.begin_batch()
 
