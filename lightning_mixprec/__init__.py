@@ -6,9 +6,10 @@ from lightning_mixprec.fallback import FallbackLimitError, LayerFallback
 from lightning_mixprec.monitor import PrecisionMonitor
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
-from lightning_mixprec.precision import MasterWeightPrecision, NonFiniteGradientsError
+from lightning_mixprec.precision import MasterWeightPrecision
 from lightning_mixprec.profiles import ConstantDecay, PowerFunction
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.steps import NonFiniteGradientsError
 
 __all__ = [
     "ConstantDecay",

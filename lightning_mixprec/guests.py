@@ -38,7 +38,7 @@ class TrainingModule(ComputeLayer):
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """The user's, or nothing."""
         per_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.trainer.lr_scheduler_configs)
-        if not per_step or self.trainer.precision_plugin._advance_schedules:
+        if not per_step or self.trainer.precision_plugin._outcome.advances:
             super().lr_scheduler_step(scheduler, metric)  # type: ignore[misc]
 
 
@@ -73,7 +73,7 @@ def rest_over_skips(scheduler: Any, plugin: Any) -> Any:
             "training_step",
             "on_train_batch_end",
         )
-        skipped = in_batch and getattr(self, "optimizer", None) in plugin._skipped_optimizers
+        skipped = in_batch and getattr(self, "optimizer", None) in plugin._outcome.optimizers
         if plugin.count_skipped_steps or not skipped:
             base.step(self, *args, **kwargs)
 

@@ -23,25 +23,20 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.answers import Answers
-from lightning_mixprec.buffers import BufferGuard
 from lightning_mixprec.conversion import Conversion
-from lightning_mixprec.diagnosis import Diagnosis
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
 from lightning_mixprec.guests import (
     BuildingModule,
-    Once,
     TrainingModule,
 )
 from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
-from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
@@ -54,12 +49,11 @@ from lightning_mixprec.questions import (
     refuse_optimizers,
     refuse_sharding,
     refuse_strategy,
-    report,
-    user_code_sees_gradients,
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.sharding import is_sharded
+from lightning_mixprec.steps import Outcome, Steps
 from lightning_mixprec.storage import Masters
 
 log = logging.getLogger(__name__)
@@ -70,15 +64,6 @@ _LIGHTNING_NAMES: dict[str, Any] = {
     "fp16": "16-mixed",
     "fp8": "bf16-mixed",  # Lightning has no name for it, and what it does with the name fits
 }
-
-
-class NonFiniteGradientsError(RuntimeError):
-    """Training stopped because every batch overflowed and a smaller loss scale did not help.
-
-    Example:
-        >>> issubclass(NonFiniteGradientsError, RuntimeError)
-        True
-    """
 
 
 class MasterWeightPrecision(Precision):
@@ -112,7 +97,6 @@ class MasterWeightPrecision(Precision):
             stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
 
     Attributes:
-        step_was_skipped: Whether the update of the last batch was.
         fp8_tokens: Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together, known after
             the first batch; None without fp8.
 
@@ -162,24 +146,15 @@ class MasterWeightPrecision(Precision):
         self.reduce_dtype = reduce_dtype
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
-        self.step_was_skipped = False
         self.fp8_tokens: int | None = None
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
         self._ledger: GradientLedger | None = None
-        self._buffers: BufferGuard | None = None
+        self._steps: Steps | None = None
+        self._outcome = Outcome()
         self._manual: ManualGuards | None = None  # in manual optimization
-        self._in_training_step = False
-        self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
-        self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
-        self._advance_schedules = True
-        self._skipped_optimizers: set[Optimizer] = set()  # in this batch
-        self._batch: Any = None  # the last one, for a diagnosis
-        self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
         self._answers: Answers | None = None
-        self._diagnosis: Diagnosis | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
-        self._overflowed: tuple[list[str], Tensor] = ([], torch.zeros(0))  # gradients of the last skip; bad or not
         self._conversion: Conversion | None = None
         self._reduction: GradientReduction | None = None  # under DDP
         self._fp32_layers: list[str] = []  # of the last fit
@@ -197,6 +172,11 @@ class MasterWeightPrecision(Precision):
     def loss_scale(self) -> float:
         """Scale of the next batch's loss. Reads the device."""
         return float(self.scaler.scale)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the update of the last batch was."""
+        return self._outcome.skipped
 
     @property
     def skipped_steps(self) -> int:
@@ -236,7 +216,7 @@ class MasterWeightPrecision(Precision):
     @property
     def overflowed_parameters(self) -> list[str]:
         """Parameters with a non-finite gradient in the last batch that was skipped. Reads the device."""
-        names, flags = self._overflowed
+        names, flags = self._outcome.gradients
         return [name for name, bad in zip(names, flags.tolist(), strict=True) if bad]
 
     # Setting up and leaving
@@ -295,7 +275,6 @@ class MasterWeightPrecision(Precision):
             self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
         assert self._conversion is not None
         self._answers = Answers(module, self._conversion, self.scaler, self._device, self.compute_dtype, self.fallback)
-        self._diagnosis = self._answers.diagnosis
         self._reduction = None
         if self.master_weights is not None and reduces_gradients(model, module.trainer.strategy):
             self._reduction = GradientReduction(self.master_weights, self.reduce_dtype)
@@ -312,9 +291,10 @@ class MasterWeightPrecision(Precision):
             reduction=self._reduction,
             keep_gradients=not module.automatic_optimization,
         )
-        self._decided = True
+        self._steps = Steps(
+            module, self._ledger, self.scaler, self._answers, self._outcome, counts_skips=self.count_skipped_steps
+        )
         self._fp8_advice = Float8Advice(module) if self.policy.uses_fp8 else None
-        self._buffers = BufferGuard(module)
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
@@ -329,12 +309,10 @@ class MasterWeightPrecision(Precision):
         if self._module is not None and self._ledger is not None:
             self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
-        self._hopeless = None
-        self._fp8_advice = None
-        self._ledger = self._buffers = self._batch = self._nonfinite_loss = self._reduction = None
-        if self._diagnosis is not None:
-            self._diagnosis.stop()
-            self._diagnosis = self._answers = None
+        self._ledger = self._steps = self._reduction = self._fp8_advice = None
+        if self._answers is not None:
+            self._answers.diagnosis.stop()
+            self._answers = None
         if self._manual is not None:
             self._manual.remove()
             self._manual = None
@@ -365,44 +343,31 @@ class MasterWeightPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """The batch as it is: layers cast what enters them, and a timestep of 999 stays 999."""
-        self._batch = data
+        if self._steps is not None:
+            self._steps.batch = data
         return data
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """Autocast around `training_step`; the beginning of a batch, and in manual optimization its end."""
-        module = self._module
-        if module is None or self._ledger is None:
+        module, steps, ledger = self._module, self._steps, self._ledger
+        if module is None or steps is None or ledger is None:
             with self.forward_context():
                 yield
             return
         self._end_batch(module)  # of steps made outside of `training_step`
-        self._ledger.batches += 1
+        steps.begin_batch()
         synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
-        self.step_was_skipped, self._advance_schedules = False, True
-        self._skipped_optimizers.clear()
         if self._partial:
-            self._ledger.put_true_gradients(module.named_parameters(), self._partial)
+            ledger.put_true_gradients(module.named_parameters(), self._partial)
             self._partial = {}
-        if self._buffers is not None and self._decided:
-            self._buffers.remember()
-            self._decided = False
-        if self._diagnosis is not None and not self._ledger.window_open:
-            self._diagnosis.begin_batch()
-        assert self._diagnosis is not None
-        self._in_training_step = self._diagnosis.training_step = True
         if self._manual is not None:
             self._manual.begin_batch()
-        try:
-            with self.forward_context(), self._diagnosis.checkup(), self._fp8_advice or nullcontext():
-                yield
-        finally:
-            self._in_training_step = False
-            if self._diagnosis is not None:
-                self._diagnosis.training_step = False
+        with self.forward_context(), steps.training_step(), self._fp8_advice or nullcontext():
+            yield
         if not module.automatic_optimization:
             if self._manual is not None:
-                self._manual.end_batch(self._ledger.batches)
+                self._manual.end_batch(ledger.batches)
             self._end_batch(module)
 
     def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
@@ -430,8 +395,8 @@ class MasterWeightPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss; let gradients that this backward adds to be fp32."""
         assert self._ledger is not None
-        nonfinite = ~torch.isfinite(tensor.detach()).all()
-        self._nonfinite_loss = nonfinite if self._nonfinite_loss is None else self._nonfinite_loss | nonfinite
+        assert self._steps is not None
+        self._steps.note_loss(tensor)
         self._ledger.before_backward()
         if self._manual is not None:
             self._manual.before_backward(self._ledger.batches, module.trainer.strategy.model)
@@ -483,8 +448,6 @@ class MasterWeightPrecision(Precision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run forward and backward, then step on the masters, or not at all if a gradient was not finite."""
-        ledger = self._ledger
-        assert ledger is not None
         if isinstance(optimizer, LBFGS):  # fp32 only: it evaluates the closure itself, as often as it likes
             steppable: Any = optimizer
             output = super().optimizer_step(steppable, model=model, closure=closure, **kwargs)
@@ -492,103 +455,18 @@ class MasterWeightPrecision(Precision):
             return output
         result = closure()
         with self._no_autocast():
-            output = self._step_or_skip(ledger, optimizer, model, result, kwargs)
+            assert self._steps is not None
+            output = self._steps.step_or_skip(optimizer, result, lambda: self._after_closure(model, optimizer), kwargs)
         if model.automatic_optimization:
             self._end_batch(model)
         return output
 
-    def _step_or_skip(
-        self, ledger: GradientLedger, optimizer: Any, model: LightningModule, result: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if params and ledger.idle(optimizer):  # training_step returned None, or an idle optimizer
-            self._advance_schedules = False
-            self._uncount_step(model)
-            return result
-        assert self._diagnosis is not None
-        ledger.notice = self._diagnosis.notice
-
-        def step() -> Any:
-            return optimizer.step(closure=Once(optimizer, result), **kwargs)
-
-        by_user = user_code_sees_gradients(model)
-        clips = bool(model.trainer.gradient_clip_val)
-        # Clipped by value, an inf is a number, and its parameter can no longer be named.
-        by_norm = model.trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-        if not by_user and (by_norm or not clips) and ledger.leaves_it_to_the_device(optimizer):
-            skip = ledger.ask(optimizer)
-            if clips:
-                ledger.unscale(optimizer)
-            self._after_closure(model, optimizer)
-            output = ledger.step(optimizer, step, skip)
-            if not ledger.answered(optimizer):
-                return output
-            self._skip(ledger, optimizer, model)
-            return result
-        overflowed = ledger.overflowed(optimizer)
-        if not overflowed:
-            if by_user or clips:
-                ledger.unscale(optimizer)
-            self._after_closure(model, optimizer)
-            if by_user:  # and may have written something that is not finite
-                ledger.note(optimizer)
-                overflowed = ledger.overflowed(optimizer)
-        if overflowed:
-            self._skip(ledger, optimizer, model)
-            return result
-        return ledger.step(optimizer, step)
-
-    def _skip(self, ledger: GradientLedger, optimizer: Optimizer, model: LightningModule) -> None:
-        self.step_was_skipped = True
-        self._skipped_optimizers.add(optimizer)
-        skips = ledger.consecutive_skips[optimizer] + 1
-        loss_is_finite = not ledger.agreed(self._nonfinite_loss)
-        diagnosis = self._diagnosis
-        assert diagnosis is not None
-        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        flags = [nonfinite(grad) for grad in grads.values()]
-        self._overflowed = (list(grads), torch.stack(flags) if flags else torch.zeros(0))
-        if skips >= self.scaler.max_consecutive_skips or (self.scaler.at_floor and not loss_is_finite):
-            # Written now, while the gradients are there; raised when the batch has been accounted for.
-            where = report(model, self.scaler, self._batch, diagnosis.watch, loss_is_finite, self.overflowed_parameters)
-            self._hopeless = f"{skips} training batches in a row had non-finite gradients; {where}"
-        diagnosis.after_skip(loss_is_finite=loss_is_finite, skips=skips)
-        ledger.skip(optimizer)
-        if not self.count_skipped_steps:
-            self._advance_schedules = False
-            self._uncount_step(model)
-
     def _end_batch(self, model: LightningModule) -> None:
-        assert self._ledger is not None
-        skipped = bool(self._skipped_optimizers)
+        assert self._steps is not None
         if self._fp8_advice is not None and self._fp8_advice.due:
             self.fp8_tokens = self._fp8_advice.give(model.trainer)
             self._fp8_advice = None
-        stepped = self._ledger.end_batch()
-        if stepped is None:
-            return
-        self._decided, self._nonfinite_loss = True, None
-        watch = self._diagnosis.watch if self._diagnosis is not None else None
-        repaired = watch is not None and bool(watch.verdicts)  # the lost results have been in the statistics
-        if (skipped or repaired) and self._buffers is not None:
-            self._buffers.restore_(only_nonfinite=stepped)
-        hopeless, self._hopeless = self._hopeless, None
-        if hopeless is not None:
-            raise NonFiniteGradientsError(hopeless)
-        assert self._answers is not None
-        noticed, self._ledger.noticed = self._ledger.noticed, False
-        self._answers.end_batch(skipped=skipped, noticed=noticed)
-
-    def _uncount_step(self, model: LightningModule) -> None:
-        """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
-        loop = model.trainer.fit_loop.epoch_loop
-        automatic = loop.automatic_optimization.optim_progress.optimizer.step
-        progress = automatic if model.automatic_optimization else loop.manual_optimization.optim_step_progress
-        if not model.automatic_optimization and not self._in_training_step:
-            return  # Lightning has not counted it
-        for tracker in (progress.total, progress.current):
-            tracker.ready -= 1
-            tracker.completed -= 1  # Lightning adds one to it when this step returns
+        self._steps.end_batch()
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)

@@ -1,0 +1,229 @@
+"""What becomes of a training batch: a step or a skip, and what a skip means for everything around it.
+
+Why it exists: a skipped step must leave no trace in buffers, schedules and counts, has to be looked into, and ends the
+run if it comes again and again. The decision is one, however many optimizers there are and whoever calls them.
+
+What it leaves out: gradients (:mod:`lightning_mixprec.ledger`), the layer behind an overflow
+(:mod:`lightning_mixprec.answers`), and which hook of the Trainer leads here (:mod:`lightning_mixprec.precision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mixprec.answers import Answers
+from lightning_mixprec.buffers import BufferGuard
+from lightning_mixprec.guests import Once
+from lightning_mixprec.ledger import GradientLedger
+from lightning_mixprec.magnitudes import nonfinite
+from lightning_mixprec.questions import report, user_code_sees_gradients
+from lightning_mixprec.scaler import DynamicLossScaler
+
+
+class NonFiniteGradientsError(RuntimeError):
+    """Training stopped because every batch overflowed and a smaller loss scale did not help.
+
+    Example:
+        >>> issubclass(NonFiniteGradientsError, RuntimeError)
+        True
+    """
+
+
+@dataclass
+class Outcome:
+    """What became of the last batch; outlives the fit.
+
+    Attributes:
+        skipped: Whether an update was skipped.
+        optimizers: Those that skipped.
+        advances: Whether schedules may.
+        gradients: Names of those that were there at the last skip, and for each, on the device, whether it was bad.
+    """
+
+    skipped: bool = False
+    optimizers: set[Optimizer] = field(default_factory=set)
+    advances: bool = True
+    gradients: tuple[list[str], Tensor] = field(default_factory=lambda: ([], torch.zeros(0)))
+
+    def begin_batch(self) -> None:
+        """Nothing has become of it yet."""
+        self.skipped, self.advances = False, True
+        self.optimizers.clear()
+
+
+class Steps:
+    """Steps or skips for the length of a fit.
+
+    Args:
+        model: What is trained.
+        ledger: Its gradients.
+        scaler: Its loss scale.
+        answers: To overflows.
+        outcome: Written.
+        counts_skips: Whether Lightning's count of steps, and schedules, go on over a skip.
+
+    Attributes:
+        batch: The last one, for a report.
+        in_training_step: Whether `training_step` runs.
+    """
+
+    def __init__(
+        self,
+        model: LightningModule,
+        ledger: GradientLedger,
+        scaler: DynamicLossScaler,
+        answers: Answers,
+        outcome: Outcome,
+        *,
+        counts_skips: bool,
+    ) -> None:
+        self.batch: Any = None
+        self.in_training_step = False
+        self._model, self._ledger, self._scaler = model, ledger, scaler
+        self._answers, self._diagnosis = answers, answers.diagnosis
+        self._outcome = outcome
+        self._counts_skips = counts_skips
+        self._buffers = BufferGuard(model)
+        self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
+        self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
+        self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
+
+    def begin_batch(self) -> None:
+        """A training batch begins."""
+        self._ledger.batches += 1
+        self._outcome.begin_batch()
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Around `training_step`."""
+        if self._decided:
+            self._buffers.remember()
+            self._decided = False
+        if not self._ledger.window_open:
+            self._diagnosis.begin_batch()
+        self.in_training_step = self._diagnosis.training_step = True
+        try:
+            with self._diagnosis.checkup():
+                yield
+        finally:
+            self.in_training_step = self._diagnosis.training_step = False
+
+    def note_loss(self, loss: Tensor) -> None:
+        """A backward begins from ``loss``, not scaled yet."""
+        found = ~torch.isfinite(loss.detach()).all()
+        self._nonfinite_loss = found if self._nonfinite_loss is None else self._nonfinite_loss | found
+
+    def step_or_skip(
+        self, optimizer: Any, result: Any, before_step: Callable[[], None], step_arguments: dict[str, Any]
+    ) -> Any:
+        """After backward: step on the masters, or not at all if a gradient was not finite on any rank.
+
+        Args:
+            optimizer: The user's, maybe in Lightning's wrapper.
+            result: Of the closure.
+            before_step: Runs the user's hooks and clips.
+            step_arguments: Of ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returned, or ``result``.
+        """
+        model, ledger = self._model, self._ledger
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if params and ledger.idle(optimizer):  # training_step returned None, or an idle optimizer
+            self._outcome.advances = False
+            self._uncount()
+            return result
+
+        def step() -> Any:
+            return optimizer.step(closure=Once(optimizer, result), **step_arguments)
+
+        ledger.notice = self._diagnosis.notice
+        by_user = user_code_sees_gradients(model)
+        clips = bool(model.trainer.gradient_clip_val)
+        # Clipped by value, an inf is a number, and its parameter can no longer be named.
+        by_norm = model.trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+        if not by_user and (by_norm or not clips) and ledger.leaves_it_to_the_device(optimizer):
+            skip = ledger.ask(optimizer)
+            if clips:
+                ledger.unscale(optimizer)
+            before_step()
+            output = ledger.step(optimizer, step, skip)
+            if not ledger.answered(optimizer):
+                return output
+            self._skip(optimizer)
+            return result
+        overflowed = ledger.overflowed(optimizer)
+        if not overflowed:
+            if by_user or clips:
+                ledger.unscale(optimizer)
+            before_step()
+            if by_user:  # and may have written something that is not finite
+                ledger.note(optimizer)
+                overflowed = ledger.overflowed(optimizer)
+        if overflowed:
+            self._skip(optimizer)
+            return result
+        return ledger.step(optimizer, step)
+
+    def end_batch(self) -> None:
+        """Account for the batch, if an optimizer was called.
+
+        Raises:
+            NonFiniteGradientsError: If too many batches in a row were skipped.
+        """
+        skipped = bool(self._outcome.optimizers)
+        stepped = self._ledger.end_batch()
+        if stepped is None:
+            return
+        self._decided, self._nonfinite_loss = True, None
+        watch = self._diagnosis.watch
+        repaired = watch is not None and bool(watch.verdicts)  # the lost results have been in the statistics
+        if skipped or repaired:
+            self._buffers.restore_(only_nonfinite=stepped)
+        hopeless, self._hopeless = self._hopeless, None
+        if hopeless is not None:
+            raise NonFiniteGradientsError(hopeless)
+        noticed, self._ledger.noticed = self._ledger.noticed, False
+        self._answers.end_batch(skipped=skipped, noticed=noticed)
+
+    def _skip(self, optimizer: Optimizer) -> None:
+        self._outcome.skipped = True
+        self._outcome.optimizers.add(optimizer)
+        ledger, scaler, diagnosis = self._ledger, self._scaler, self._diagnosis
+        skips = ledger.consecutive_skips[optimizer] + 1
+        loss_is_finite = not ledger.agreed(self._nonfinite_loss)
+        grads = {name: param.grad for name, param in self._model.named_parameters() if param.grad is not None}
+        flags = [nonfinite(grad) for grad in grads.values()]
+        self._outcome.gradients = (list(grads), torch.stack(flags) if flags else torch.zeros(0))
+        if skips >= scaler.max_consecutive_skips or (scaler.at_floor and not loss_is_finite):
+            # Written now, while the gradients are there; raised when the batch has been accounted for.
+            bad = [name for name, flag in zip(grads, flags, strict=True) if flag]
+            where = report(self._model, scaler, self.batch, diagnosis.watch, loss_is_finite, bad)
+            self._hopeless = f"{skips} training batches in a row had non-finite gradients; {where}"
+        diagnosis.after_skip(loss_is_finite=loss_is_finite, skips=skips)
+        ledger.skip(optimizer)
+        if not self._counts_skips:
+            self._outcome.advances = False
+            self._uncount()
+
+    def _uncount(self) -> None:
+        """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
+        loop = self._model.trainer.fit_loop.epoch_loop
+        if self._model.automatic_optimization:
+            progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
+        elif self.in_training_step:
+            progress = loop.manual_optimization.optim_step_progress
+        else:
+            return  # Lightning has not counted it
+        for tracker in (progress.total, progress.current):
+            tracker.ready -= 1
+            tracker.completed -= 1  # Lightning adds one to it when this step returns
