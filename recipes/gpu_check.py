@@ -224,8 +224,8 @@ def check_skip(device: str) -> str:
 def check_synchronisations(device: str) -> str:
     """Nothing reads the device before an update is queued.
 
-    Behind it the host waits for an event, whether it was a skip: what torch's debug mode does not count, as it costs the
-    device nothing.
+    Behind it the host waits for an event, whether it was a skip: torch's debug mode does not count that, as it costs
+    the device nothing.
     """
     if device == "cpu":
         return "not on a CPU"
