@@ -31,14 +31,12 @@ from lightning_mixprec.answers import Answers
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
-from lightning_mixprec.guests import (
-    BuildingModule,
-    TrainingModule,
-)
+from lightning_mixprec.guests import BuildingModule, TrainingModule, rebuild_wrapper
 from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.questions import (
@@ -52,6 +50,7 @@ from lightning_mixprec.questions import (
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.schedules import RealFrequencies
 from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.steps import Outcome, Steps
 from lightning_mixprec.storage import Masters
@@ -153,6 +152,8 @@ class MasterWeightPrecision(Precision):
         self._steps: Steps | None = None
         self._outcome = Outcome()
         self._manual: ManualGuards | None = None  # in manual optimization
+        self._frequencies: RealFrequencies | None = None  # of schedules
+        self._newcomers: Newcomers | None = None  # under DDP
         self._answers: Answers | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._conversion: Conversion | None = None
@@ -230,7 +231,7 @@ class MasterWeightPrecision(Precision):
         trainer: Any = module.trainer
         refuse_strategy(trainer.strategy)
         refuse_sharding(trainer.strategy, module, self.masters, self.reduce_dtype)
-        refuse_comm_hook(trainer.strategy, self.reduce_dtype)
+        refuse_comm_hook(trainer.strategy, self.reduce_dtype, self.policy.compute)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
@@ -271,8 +272,11 @@ class MasterWeightPrecision(Precision):
         assert module is not None
         ddp = isinstance(module.trainer.strategy, DDPStrategy)
         if self.master_weights is not None:
-            # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
-            self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
+            count = len(self.master_weights)
+            self.master_weights.allocate(optimizers, release_others=bool(optimizers))
+            if len(self.master_weights) < count:  # fp32 from here on, and DDP's buckets are 16-bit
+                rebuild_wrapper(module.trainer.strategy)
+                model = cast(nn.Module, module.trainer.strategy.model)
         assert self._conversion is not None
         self._answers = Answers(module, self._conversion, self.scaler, self._device, self.compute_dtype, self.fallback)
         self._reduction = None
@@ -298,7 +302,11 @@ class MasterWeightPrecision(Precision):
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
-        if not module.automatic_optimization:
+        if ddp:
+            self._newcomers = Newcomers(module, optimizers, self.master_weights, self._reduction)
+        if module.automatic_optimization:
+            self._frequencies = RealFrequencies(lr_schedulers, lambda: self._outcome.advances)
+        else:
             schedulers = [config.scheduler for config in lr_schedulers]
             refuse = ddp or not self.scaler.is_identity
             self._manual = ManualGuards(self, model, optimizers, schedulers, refuse_plain_backward=refuse)
@@ -309,7 +317,11 @@ class MasterWeightPrecision(Precision):
         if self._module is not None and self._ledger is not None:
             self._ledger.end_batch()  # of steps made after the last `training_step`
         module, self._module = self._module, None
-        self._ledger = self._steps = self._reduction = self._fp8_advice = None
+        if self._steps is not None and module is not None:
+            self._steps.close()
+        if self._frequencies is not None:
+            self._frequencies.remove()
+        self._ledger = self._steps = self._reduction = self._fp8_advice = self._frequencies = self._newcomers = None
         if self._answers is not None:
             self._answers.diagnosis.stop()
             self._answers = None
@@ -454,12 +466,18 @@ class MasterWeightPrecision(Precision):
             self.scaler.update(torch.zeros((), device=self._device))
             return output
         result = closure()
+        if self._newcomers is not None:
+            self._newcomers.refuse(optimizer)
         with self._no_autocast():
             assert self._steps is not None
             output = self._steps.step_or_skip(optimizer, result, lambda: self._after_closure(model, optimizer), kwargs)
         if model.automatic_optimization:
             self._end_batch(model)
         return output
+
+    def _admit_newcomers(self) -> None:
+        if self._newcomers is not None:
+            self._newcomers.admit()
 
     def _end_batch(self, model: LightningModule) -> None:
         assert self._steps is not None
@@ -481,6 +499,10 @@ class MasterWeightPrecision(Precision):
             state["rounding"] = rounding
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
+        if self._frequencies is not None and (pushed_back := self._frequencies.state_dict()):
+            state["pushed_back_schedules"] = pushed_back
+        if self._ledger is not None and len(self._ledger.optimizers) > 1:
+            state["skips_by_optimizer"] = list(self._ledger.consecutive_skips.values())
         if self._ledger is not None and self._ledger.window_open and self._module is not None:
             partial = self._ledger.true_gradients(self._module.named_parameters())
             if isinstance(self._module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
@@ -492,9 +514,12 @@ class MasterWeightPrecision(Precision):
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
         self.scaler.load_state_dict(state_dict)
         self._partial = dict(state_dict.get("partial_gradients", {}))
-        if self._ledger is not None:  # patience goes on where it was
-            for optimizer in self._ledger.optimizers:
-                self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
+        if self._ledger is not None:  # patience goes on where it was, and schedules rest that rested
+            count = len(self._ledger.optimizers)
+            skips = state_dict.get("skips_by_optimizer", [self.consecutive_skips] * count)
+            self._ledger.consecutive_skips.update(zip(self._ledger.optimizers, skips, strict=False))
+        if self._frequencies is not None:
+            self._frequencies.load_state_dict(state_dict.get("pushed_back_schedules", []))
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
         if state_dict.get("fp32_layers") and self._answers is not None and self.compute_dtype != torch.float32:
