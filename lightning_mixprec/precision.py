@@ -93,7 +93,8 @@ class MasterWeightPrecision(Precision):
             the default, 16-bit, or ``"fp32"``, twice the bytes. Micro-batches are summed in fp32 in either case, unless
             the strategy has a ``ddp_comm_hook`` of its own. Without effect on one device.
         count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
-            stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
+            stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them, and
+            a schedule's ``frequency`` of f, every f of them.
 
     Attributes:
         fp8_tokens: Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together, known after
@@ -492,7 +493,12 @@ class MasterWeightPrecision(Precision):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``."""
+        """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``.
+
+        And, where there are such: the state of stochastic rounding, ``fp32_layers``, ``partial_gradients`` of an open
+        accumulation window, ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
+        :class:`~lightning_mixprec.schedules.RealFrequency`) and ``skips_by_optimizer``, in a row, of several.
+        """
         state: dict[str, Any] = dict(self.scaler.state_dict())
         rounding = self.master_weights.state_dict() if self.master_weights is not None else self._rounding
         if rounding:

@@ -84,6 +84,7 @@ class RealFrequencies:
 
     def __init__(self, configs: Iterable[Any], advances: Callable[[], bool]) -> None:
         self._configs = list(configs)
+        self._given = [config.frequency for config in self._configs]
         for config in self._configs:
             if config.interval == "step" and config.frequency > 1:
                 config.frequency = RealFrequency(config.frequency, advances)
@@ -101,9 +102,8 @@ class RealFrequencies:
 
     def remove(self) -> None:
         """Leave the configurations as found."""
-        for config in self._configs:
-            if isinstance(config.frequency, RealFrequency):
-                config.frequency = int(config.frequency)
+        for config, frequency in zip(self._configs, self._given, strict=True):
+            config.frequency = frequency
 
 
 def rest_over_skips(scheduler: Any, plugin: Any) -> Any:
