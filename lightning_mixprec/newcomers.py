@@ -9,7 +9,7 @@ What it leaves out: their master weights (:meth:`lightning_mixprec.master.Master
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -27,7 +27,6 @@ class Newcomers:
 
     Args:
         module: What is trained, by a strategy that has wrapped it.
-        optimizers: All of them; groups may be added.
         masters: Its master weights, if any.
         reduction: How its gradients are averaged, if not as DDP does it.
     """
@@ -35,11 +34,10 @@ class Newcomers:
     def __init__(
         self,
         module: LightningModule,
-        optimizers: Sequence[Optimizer],
         masters: MasterWeights | None,
         reduction: GradientReduction | None,
     ) -> None:
-        self._module, self._optimizers = module, optimizers
+        self._module = module
         self._masters, self._reduction = masters, reduction
         self._note()
 
@@ -47,14 +45,16 @@ class Newcomers:
         """The wrapper has just been made. What is not in the module is no business of DDP's at any time."""
         inside = set(self._module.parameters())
         self._known = {param for param in inside if param.requires_grad}
-        self._known.update(param for each in self._optimizers for param in _params(each) if param not in inside)
+        self._known.update(
+            param for each in self._module.trainer.optimizers for param in _params(each) if param not in inside
+        )
 
     def _of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in _params(optimizer) if param.requires_grad and param not in self._known]
 
     def admit(self) -> None:
         """Make the wrapper anew if there are any; before a batch, on all ranks, which unfreeze alike."""
-        new = [param for optimizer in self._optimizers for param in self._of(optimizer)]
+        new = [param for optimizer in self._module.trainer.optimizers for param in self._of(optimizer)]
         if not new:
             return
         if self._masters is not None:

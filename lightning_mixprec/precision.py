@@ -23,6 +23,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -47,6 +50,7 @@ from lightning_mixprec.questions import (
     refuse_optimizers,
     refuse_sharding,
     refuse_strategy,
+    warn_of_gradient_hooks,
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -157,6 +161,8 @@ class MasterWeightPrecision(Precision):
         self._newcomers: Newcomers | None = None  # under DDP
         self._answers: Answers | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
+        self._left_over: dict[str, Tensor] = {}  # the same, of a fit that was interrupted
+        self._rests_left: dict[str, Any] = {}  # of the last fit
         self._conversion: Conversion | None = None
         self._reduction: GradientReduction | None = None  # under DDP
         self._fp32_layers: list[str] = []  # of the last fit
@@ -235,6 +241,8 @@ class MasterWeightPrecision(Precision):
         refuse_comm_hook(trainer.strategy, self.reduce_dtype, self.policy.compute)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
+        if fitting:
+            self._left_over, self._rests_left = {}, {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
             self._fp32_layers = []
@@ -294,7 +302,8 @@ class MasterWeightPrecision(Precision):
             self._device,
             accumulate_in_fp32=not ddp,
             reduction=self._reduction,
-            keep_gradients=not module.automatic_optimization,
+            refuse_bare_steps=is_sharded(module) or not self.scaler.is_identity,
+            keep_gradients=not module.automatic_optimization or is_overridden("optimizer_zero_grad", module),
         )
         self._steps = Steps(
             module, self._ledger, self.scaler, self._answers, self._outcome, counts_skips=self.count_skipped_steps
@@ -303,8 +312,10 @@ class MasterWeightPrecision(Precision):
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+        if not self.scaler.is_identity:
+            warn_of_gradient_hooks(module)
         if ddp:
-            self._newcomers = Newcomers(module, optimizers, self.master_weights, self._reduction)
+            self._newcomers = Newcomers(module, self.master_weights, self._reduction)
         if module.automatic_optimization:
             self._frequencies = RealFrequencies(lr_schedulers, lambda: self._outcome.advances)
         else:
@@ -317,6 +328,14 @@ class MasterWeightPrecision(Precision):
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self._module is not None and self._ledger is not None:
             self._ledger.end_batch()  # of steps made after the last `training_step`
+            self._ledger.close()
+            trainer: Any = self._module.trainer
+            if trainer.state.fn == "fit":  # for a checkpoint that is saved afterwards
+                # Manual loops leave gradients behind that no window will ever use.
+                unfinished = self._manual is None or trainer.state.status == TrainerStatus.INTERRUPTED
+                self._left_over = self._partial_gradients(self._ledger, self._module) if unfinished else {}
+                self._rounding = {} if self.master_weights is None else self.master_weights.state_dict()
+                self._rests_left = self._rests()
         module, self._module = self._module, None
         if self._steps is not None and module is not None:
             self._steps.close()
@@ -331,8 +350,6 @@ class MasterWeightPrecision(Precision):
             self._manual = None
         if module is None or self._conversion is None:
             return
-        if self._conversion.masters is not None:
-            self._rounding = self._conversion.masters.state_dict()  # for a checkpoint that is saved after fit
         self._fp32_layers = self._conversion.fp32_layers
         self._conversion.restore_()
 
@@ -369,6 +386,12 @@ class MasterWeightPrecision(Precision):
                 yield
             return
         self._end_batch(module)  # of steps made outside of `training_step`
+        if len(ledger.optimizers) != len(module.trainer.optimizers) or any(
+            one is not other for one, other in zip(ledger.optimizers, module.trainer.optimizers, strict=True)
+        ):
+            ledger.follow(module.trainer.optimizers)  # made anew
+            if self._frequencies is not None:
+                self._frequencies.follow(module.trainer.lr_scheduler_configs)
         steps.begin_batch()
         synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         if self._partial:
@@ -410,7 +433,8 @@ class MasterWeightPrecision(Precision):
         assert self._ledger is not None
         assert self._steps is not None
         self._steps.note_loss(tensor)
-        self._ledger.before_backward()
+        for optimizer in self._ledger.before_backward():
+            self._steps.skipped_by_user(optimizer)
         if self._manual is not None:
             self._manual.before_backward(self._ledger.batches, module.trainer.strategy.model)
         with self._no_autocast():
@@ -418,6 +442,9 @@ class MasterWeightPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Backward, never under autocast."""
+        own = not self.scaler.is_identity and tensor.requires_grad and is_overridden("backward", model)
+        passed: list[Tensor] = []
+        handle = tensor.register_hook(passed.append) if own else None
         if self._manual is not None:
             self._manual.in_backward = True
         try:
@@ -426,6 +453,14 @@ class MasterWeightPrecision(Precision):
         finally:
             if self._manual is not None:
                 self._manual.in_backward = False
+            if handle is not None:
+                handle.remove()
+        if own and not passed and any(param.grad is not None for param in model.parameters()):
+            raise MisconfigurationException(
+                f"{type(model).__name__}.backward(loss) sent something else backward than the loss it was given, so "
+                "its gradients lack the loss scale that the step divides by. Send what it is given, or use "
+                "MasterWeightPrecision('bf16'), which scales nothing."
+            )
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
@@ -436,13 +471,14 @@ class MasterWeightPrecision(Precision):
         self._ledger.after_backward()
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
+            if self._manual is not None and not self.scaler.is_identity:
+                # What the user clips or edits from here on are true gradients; the hook above sees them as they came.
+                for optimizer in self._ledger.optimizers:
+                    self._ledger.unscale(optimizer)
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
-        """Clip true gradients: in manual optimization they are unscaled here first.
-
-        Lightning comes here in every step, with 0 where nothing is to be clipped.
-        """
+        """Clip true gradients. Lightning comes here in every step, with 0 where nothing is to be clipped."""
         if self._ledger is not None and clip_val > 0:
             self._ledger.unscale(getattr(optimizer, "_optimizer", optimizer))
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
@@ -505,16 +541,39 @@ class MasterWeightPrecision(Precision):
             state["rounding"] = rounding
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
-        if self._frequencies is not None and (pushed_back := self._frequencies.state_dict()):
-            state["pushed_back_schedules"] = pushed_back
-        if self._ledger is not None and len(self._ledger.optimizers) > 1:
-            state["skips_by_optimizer"] = list(self._ledger.consecutive_skips.values())
-        if self._ledger is not None and self._ledger.window_open and self._module is not None:
-            partial = self._ledger.true_gradients(self._module.named_parameters())
-            if isinstance(self._module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
-                partial = mean_over_ranks(partial, self._module.named_parameters(), self._device)
+        state |= self._rests() if self._ledger is not None else self._rests_left
+        partial = self._left_over
+        if self._ledger is not None and self._module is not None:
+            partial = self._partial_gradients(self._ledger, self._module)
+        if partial:
             state["partial_gradients"] = partial
         return state
+
+    def _partial_gradients(self, ledger: GradientLedger, module: LightningModule) -> dict[str, Tensor]:
+        """True gradients, by name, of the batches of an accumulation window that a resumed run will not run again."""
+        if not ledger.window_open:
+            return {}
+        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress.current
+        if ledger.in_window and batches.ready > batches.processed:  # Lightning will start from this batch
+            if not ledger.window_is_older:
+                return {}
+            log.warning(
+                "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
+                "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
+                module.trainer.fit_loop.epoch_loop.batch_idx,
+            )
+        partial = ledger.true_gradients(module.named_parameters())
+        if isinstance(module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
+            partial = mean_over_ranks(partial, module.named_parameters(), self._device)
+        return partial
+
+    def _rests(self) -> dict[str, Any]:
+        """What schedules have to know of skips so far."""
+        pushed_back = self._frequencies.state_dict() if self._frequencies is not None else []
+        ledger = self._ledger
+        skips = [ledger.consecutive_skips[each] for each in ledger.optimizers] if ledger is not None else []
+        state = {"pushed_back_schedules": pushed_back, "skips_by_optimizer": skips if len(skips) > 1 else []}
+        return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
@@ -535,6 +594,12 @@ class MasterWeightPrecision(Precision):
         """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""
         if type(self).__qualname__ in checkpoint:
             return
+        ours = {"scale", "real_steps", "skipped_steps"}
+        for name, state in checkpoint.items():  # of a plugin of this kind with another name: a subclass, or its base
+            if isinstance(state, dict) and ours <= state.keys():
+                self.load_state_dict(state)
+                log.info("Loss scale and step counts taken over from the checkpoint's %s.", name)
+                return
         stock = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
         if stock and not self.scaler.is_identity:
             self.scaler.load_state_dict(stock)

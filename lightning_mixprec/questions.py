@@ -136,6 +136,21 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def warn_of_gradient_hooks(module: nn.Module) -> None:
+    """Warn of hooks on parameters' gradients, which see them times the loss scale."""
+    hooked = [
+        name
+        for name, param in module.named_parameters()
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        rank_zero_warn(
+            f"{len(hooked)} parameters have gradient hooks ({', '.join(hooked[:3])}{', ...' * (len(hooked) > 3)}), "
+            "which see 16-bit gradients times the loss scale: a clamp or a threshold there means another size than in "
+            "fp32. Clip in `configure_gradient_clipping` or `on_before_optimizer_step`, where gradients are true."
+        )
+
+
 def user_code_sees_gradients(model: LightningModule) -> bool:
     """Whether a hook looks at the gradients of this step, or may have written to them since backward."""
     trainer: Any = model.trainer

@@ -83,11 +83,16 @@ class RealFrequencies:
     """
 
     def __init__(self, configs: Iterable[Any], advances: Callable[[], bool]) -> None:
+        self._advances = advances
+        self.follow(configs)
+
+    def follow(self, configs: Iterable[Any]) -> None:
+        """Go on with ``configs``, of schedules that have just been made."""
         self._configs = list(configs)
         self._given = [config.frequency for config in self._configs]
         for config in self._configs:
             if config.interval == "step" and config.frequency > 1:
-                config.frequency = RealFrequency(config.frequency, advances)
+                config.frequency = RealFrequency(config.frequency, self._advances)
 
     def state_dict(self) -> list[list[bool]]:
         """What skips have pushed back, by schedule; empty if they have not."""
