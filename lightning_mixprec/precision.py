@@ -76,8 +76,9 @@ class MasterWeightPrecision(Precision):
     tensors with fp32 masters behind them; ``state_dict``, checkpoints, the gradients that hooks see and the module
     after ``fit`` are fp32. Runs on one device, under DDP and FSDP2 (:func:`lightning_mixprec.sharding.shard_`), in
     automatic and manual optimization, with any number of optimizers. In automatic optimization gradients are dropped
-    after the step, which saves their memory. As in stock Lightning, the last, incomplete accumulation window of an
-    epoch is divided by ``accumulate_grad_batches`` like the others, so its update is smaller.
+    after the step, which saves their memory (not where the module overrides ``optimizer_zero_grad``). As in stock
+    Lightning, the last, incomplete accumulation window of an epoch is divided by ``accumulate_grad_batches`` like the
+    others, so its update is smaller.
 
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``,
