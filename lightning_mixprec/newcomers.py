@@ -45,9 +45,8 @@ class Newcomers:
         """The wrapper has just been made. What is not in the module is no business of DDP's at any time."""
         inside = set(self._module.parameters())
         self._known = {param for param in inside if param.requires_grad}
-        self._known.update(
-            param for each in self._module.trainer.optimizers for param in _params(each) if param not in inside
-        )
+        optimizers = self._module.trainer.optimizers
+        self._known.update(param for each in optimizers for param in _params(each) if param not in inside)
 
     def _of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in _params(optimizer) if param.requires_grad and param not in self._known]

@@ -176,6 +176,17 @@ def test_a_schedule_goes_on_in_the_same_phase_after_a_resume(saved_after, tmp_pa
     assert rates[1] == rates[0][done:]
 
 
+def test_a_checkpoint_saved_after_fit_knows_the_phase(tmp_path):
+    """Two real steps of three before it, one after it."""
+    module, path = Line((0, 1), frequency=3), tmp_path / "after.ckpt"
+    trainer = train(module, 4)
+    trainer.save_checkpoint(path)
+    module = Line((), frequency=3)
+    resumed = make_trainer(MasterWeightPrecision("bf16"), max_epochs=2)
+    resumed.fit(module, data(4), ckpt_path=path)
+    assert module.rates == [1, 0.5, 0.5, 0.5]
+
+
 # What Lightning counts
 
 
