@@ -592,7 +592,16 @@ class MasterWeightPrecision(Precision):
             self._answers.move_to_fp32(state_dict["fp32_layers"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""
+        """Take over what stock Lightning calls by other names, and say so where there is nothing to be taken over."""
+        module = self._module
+        if "current_model_state" in checkpoint and module is not None:
+            callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+            if not any(getattr(callback, "averages_master_weights", False) for callback in callbacks):
+                module.load_state_dict(checkpoint["current_model_state"])
+                log.warning(
+                    "The checkpoint's state_dict is an average (of WeightAveraging); training goes on from the raw "
+                    "weights beside it. Add MasterWeightAveraging() to go on with the average, too."
+                )
         if type(self).__qualname__ in checkpoint:
             return
         ours = {"scale", "real_steps", "skipped_steps"}

@@ -110,6 +110,14 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], compute: str) -> None:
 
 def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
     """Refuse stock averages of 16-bit weights, and warn of those kept in the module."""
+    averaging = [callback for callback in callbacks if getattr(callback, "averages_master_weights", False)]
+    if len(averaging) > 1:
+        names = " and ".join(type(callback).__name__ for callback in averaging)
+        raise MisconfigurationException(
+            f"{names} would both put their average in place of the weights, and each would take the other's for the "
+            "weights. One MasterWeightAveraging keeps several: MasterWeightAveraging(profiles={'short': "
+            "ConstantDecay(0.99), 'long': ConstantDecay(0.9999)})."
+        )
     for callback in callbacks:
         stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
         if stock and not getattr(callback, "averages_master_weights", False):
@@ -117,6 +125,12 @@ def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
                 f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
                 "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
             )
+    light = [type(callback).__name__ for callback in callbacks if getattr(callback, "save_weights_only", False)]
+    if averaging and light:
+        rank_zero_warn(
+            f"{light[0]}(save_weights_only=True) saves the raw weights alone: Lightning asks no callback for such a "
+            "file, so the average that is validated is not in it. Use save_weights_only=False."
+        )
     for name, each in module.named_modules():
         if isinstance(each, AveragedModel):
             log.warning(
