@@ -10,11 +10,9 @@ What it leaves out: finding the layer (:mod:`lightning_mixprec.diagnosis`) and h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
 
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.diagnosis import Diagnosis
@@ -99,6 +97,4 @@ class Answers:
         """Have ``layers`` compute in fp32 from here on; between two steps, on all ranks."""
         self._conversion.move_to_fp32(layers)
         self.diagnosis.in_fp32 = self._conversion.plan.fp32_modules
-        rebuild_wrapper(self._model.trainer.strategy)
-        if self.reduction is not None:
-            self.reduction.follow(cast(nn.Module, self._model.trainer.strategy.model))
+        rebuild_wrapper(self._model.trainer.strategy, self.reduction)

@@ -1,22 +1,25 @@
-"""What the user's objects become for the length of fit: subclasses of their own classes, made on the fly.
+"""What the user's and Lightning's objects become for the length of fit: subclasses of their own classes.
 
-Why they exist: optimizers must be made with fp32 parameters, schedules must rest while a step is skipped, and an
-optimizer that asks for the loss again must not get the old one. Lightning offers no hook for these, and a method
-patched onto an instance would end up in checkpoints (schedulers save their ``__dict__``).
+Why they exist: optimizers must be made with fp32 parameters, schedules must rest while a step is skipped, which must
+not be counted either, and an optimizer that asks for the loss again must not get the old one. Lightning offers no hook
+for these.
 
-Leaves out: when they come and go (:mod:`lightning_mixprec.precision`).
+Leaves out: when they come and go (:mod:`lightning_mixprec.precision`), and schedules themselves
+(:mod:`lightning_mixprec.schedules`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.loops.progress import _Progress
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mixprec.layers import ComputeLayer
+from lightning_mixprec.reduction import GradientReduction
 
 
 class BuildingModule(ComputeLayer):
@@ -41,6 +44,26 @@ class TrainingModule(ComputeLayer):
         if not per_step or self.trainer.precision_plugin._outcome.advances:
             super().lr_scheduler_step(scheduler, metric)  # type: ignore[misc]
 
+    def on_train_batch_start(self, *args: Any) -> Any:
+        """The user's; it and the hooks before it may have unfrozen parameters."""
+        result = super().on_train_batch_start(*args)  # type: ignore[misc]
+        self.trainer.precision_plugin._admit_newcomers()
+        return result
+
+
+class Uncounted(_Progress):
+    """Lightning's count of steps while it is about to count one that was skipped: it will not, this once.
+
+    So user code that runs before Lightning counts (the rest of `optimizer_step`) or after finds no step more or less
+    than there have been.
+    """
+
+    def increment_completed(self) -> None:
+        """Take back that a step has begun."""
+        for tracker in (self.total, self.current):
+            tracker.ready -= 1
+        self.__class__ = _Progress  # type: ignore[assignment]
+
 
 class Once:
     """The closure handed to an optimizer: the loss is known already, and asking again would not evaluate it again.
@@ -63,38 +86,22 @@ class Once:
         return self._result
 
 
-def rest_over_skips(scheduler: Any, plugin: Any) -> Any:
-    """Let ``scheduler.step()``, called in a manual `training_step`, do nothing if its optimizer's step was skipped."""
-    base = type(scheduler)
+def rebuild_wrapper(strategy: Any, reduction: GradientReduction | None = None, *, keep_gradients: bool = False) -> None:
+    """Let DDP see parameters that have changed: a new wrapper, whose buckets fit. All ranks must come here.
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        # At the end of an epoch a schedule advances, whatever became of the last batch.
-        in_batch = plugin._module is not None and plugin._module._current_fx_name in (
-            "training_step",
-            "on_train_batch_end",
-        )
-        skipped = in_batch and getattr(self, "optimizer", None) in plugin._outcome.optimizers
-        if plugin.count_skipped_steps or not skipped:
-            base.step(self, *args, **kwargs)
-
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    scheduler.__class__ = type(base.__name__, (base,), {**names, "step": step})
-    return scheduler
-
-
-def advance_always(scheduler: Any) -> None:
-    """Undo :func:`rest_over_skips`."""
-    scheduler.__class__ = type(scheduler).__bases__[0]
-
-
-def rebuild_wrapper(strategy: Any) -> None:
-    """Let DDP see parameters whose dtype has changed: a new wrapper, whose buckets fit. All ranks must come here."""
+    Args:
+        strategy: Whose wrapper it is; without one, nothing happens.
+        reduction: Follows it.
+        keep_gradients: Go on with gradients that are there.
+    """
     wrapper = getattr(strategy, "model", None)
     if not isinstance(strategy, DDPStrategy) or not isinstance(wrapper, DistributedDataParallel):
         return
     wrapper._remove_autograd_hooks()
-    for param in wrapper.module.parameters():
-        param.grad = None  # may be a view of the old buckets
+    for param in wrapper.module.parameters():  # whose gradients may be views of the old buckets
+        param.grad = param.grad.clone() if keep_gradients and param.grad is not None else None
     strategy.model = strategy._setup_model(wrapper.module)
     strategy._register_ddp_hooks()
     strategy._pl_static_graph_delay_done = False
+    if reduction is not None:
+        reduction.follow(strategy.model)

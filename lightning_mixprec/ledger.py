@@ -53,7 +53,8 @@ class GradientLedger:
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> scaler = DynamicLossScaler(init_scale=8)
         >>> ledger = GradientLedger([optimizer], scaler, None, torch.device("cpu"))
-        >>> ledger.before_backward()
+        >>> ledger.before_backward()  # whose gradients a guard has dropped
+        []
         >>> scaler.scale_loss(weight.sum()).backward()
         >>> ledger.after_backward()
         >>> ledger.overflowed(optimizer)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_mixprec.guests import advance_always, rest_over_skips
 from lightning_mixprec.roll_call import RollCall
+from lightning_mixprec.schedules import advance_always, rest_over_skips
 
 
 class ManualGuards:

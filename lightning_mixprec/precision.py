@@ -34,14 +34,12 @@ from lightning_mixprec.answers import Answers
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
-from lightning_mixprec.guests import (
-    BuildingModule,
-    TrainingModule,
-)
+from lightning_mixprec.guests import BuildingModule, TrainingModule, rebuild_wrapper
 from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.questions import (
@@ -56,6 +54,7 @@ from lightning_mixprec.questions import (
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.schedules import RealFrequencies
 from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.steps import Outcome, Steps
 from lightning_mixprec.storage import Masters
@@ -99,7 +98,8 @@ class MasterWeightPrecision(Precision):
             the default, 16-bit, or ``"fp32"``, twice the bytes. Micro-batches are summed in fp32 in either case, unless
             the strategy has a ``ddp_comm_hook`` of its own. Without effect on one device.
         count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
-            stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them.
+            stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them, and
+            a schedule's ``frequency`` of f, every f of them.
 
     Attributes:
         fp8_tokens: Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together, known after
@@ -158,9 +158,12 @@ class MasterWeightPrecision(Precision):
         self._steps: Steps | None = None
         self._outcome = Outcome()
         self._manual: ManualGuards | None = None  # in manual optimization
+        self._frequencies: RealFrequencies | None = None  # of schedules
+        self._newcomers: Newcomers | None = None  # under DDP
         self._answers: Answers | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
         self._left_over: dict[str, Tensor] = {}  # the same, of a fit that was interrupted
+        self._rests_left: dict[str, Any] = {}  # of the last fit
         self._conversion: Conversion | None = None
         self._reduction: GradientReduction | None = None  # under DDP
         self._fp32_layers: list[str] = []  # of the last fit
@@ -236,11 +239,11 @@ class MasterWeightPrecision(Precision):
         trainer: Any = module.trainer
         refuse_strategy(trainer.strategy)
         refuse_sharding(trainer.strategy, module, self.masters, self.reduce_dtype)
-        refuse_comm_hook(trainer.strategy, self.reduce_dtype)
+        refuse_comm_hook(trainer.strategy, self.reduce_dtype, self.policy.compute)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
         if fitting:
-            self._left_over = {}
+            self._left_over, self._rests_left = {}, {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
             self._fp32_layers = []
@@ -279,8 +282,11 @@ class MasterWeightPrecision(Precision):
         assert module is not None
         ddp = isinstance(module.trainer.strategy, DDPStrategy)
         if self.master_weights is not None:
-            # DDP's reducer has seen the 16-bit parameters, so there they have to stay.
-            self.master_weights.allocate(optimizers, release_others=bool(optimizers) and not ddp)
+            count = len(self.master_weights)
+            self.master_weights.allocate(optimizers, release_others=bool(optimizers))
+            if len(self.master_weights) < count:  # fp32 from here on, and DDP's buckets are 16-bit
+                rebuild_wrapper(module.trainer.strategy)
+                model = cast(nn.Module, module.trainer.strategy.model)
         assert self._conversion is not None
         self._answers = Answers(module, self._conversion, self.scaler, self._device, self.compute_dtype, self.fallback)
         self._reduction = None
@@ -309,7 +315,11 @@ class MasterWeightPrecision(Precision):
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
         if not self.scaler.is_identity:
             warn_of_gradient_hooks(module)
-        if not module.automatic_optimization:
+        if ddp:
+            self._newcomers = Newcomers(module, self.master_weights, self._reduction)
+        if module.automatic_optimization:
+            self._frequencies = RealFrequencies(lr_schedulers, lambda: self._outcome.advances)
+        else:
             schedulers = [config.scheduler for config in lr_schedulers]
             refuse = ddp or not self.scaler.is_identity
             self._manual = ManualGuards(self, model, optimizers, schedulers, refuse_plain_backward=refuse)
@@ -326,8 +336,13 @@ class MasterWeightPrecision(Precision):
                 unfinished = self._manual is None or trainer.state.status == TrainerStatus.INTERRUPTED
                 self._left_over = self._partial_gradients(self._ledger, self._module) if unfinished else {}
                 self._rounding = {} if self.master_weights is None else self.master_weights.state_dict()
+                self._rests_left = self._rests()
         module, self._module = self._module, None
-        self._ledger = self._steps = self._reduction = self._fp8_advice = None
+        if self._steps is not None and module is not None:
+            self._steps.close()
+        if self._frequencies is not None:
+            self._frequencies.remove()
+        self._ledger = self._steps = self._reduction = self._fp8_advice = self._frequencies = self._newcomers = None
         if self._answers is not None:
             self._answers.diagnosis.stop()
             self._answers = None
@@ -376,6 +391,8 @@ class MasterWeightPrecision(Precision):
             one is not other for one, other in zip(ledger.optimizers, module.trainer.optimizers, strict=True)
         ):
             ledger.follow(module.trainer.optimizers)  # made anew
+            if self._frequencies is not None:
+                self._frequencies.follow(module.trainer.lr_scheduler_configs)
         steps.begin_batch()
         synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         if self._partial:
@@ -487,12 +504,18 @@ class MasterWeightPrecision(Precision):
             self.scaler.update(torch.zeros((), device=self._device))
             return output
         result = closure()
+        if self._newcomers is not None:
+            self._newcomers.refuse(optimizer)
         with self._no_autocast():
             assert self._steps is not None
             output = self._steps.step_or_skip(optimizer, result, lambda: self._after_closure(model, optimizer), kwargs)
         if model.automatic_optimization:
             self._end_batch(model)
         return output
+
+    def _admit_newcomers(self) -> None:
+        if self._newcomers is not None:
+            self._newcomers.admit()
 
     def _end_batch(self, model: LightningModule) -> None:
         assert self._steps is not None
@@ -507,13 +530,19 @@ class MasterWeightPrecision(Precision):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``."""
+        """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``.
+
+        And, where there are such: the state of stochastic rounding, ``fp32_layers``, ``partial_gradients`` of an open
+        accumulation window, ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
+        :class:`~lightning_mixprec.schedules.RealFrequency`) and ``skips_by_optimizer``, in a row, of several.
+        """
         state: dict[str, Any] = dict(self.scaler.state_dict())
         rounding = self.master_weights.state_dict() if self.master_weights is not None else self._rounding
         if rounding:
             state["rounding"] = rounding
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
+        state |= self._rests() if self._ledger is not None else self._rests_left
         partial = self._left_over
         if self._ledger is not None and self._module is not None:
             partial = self._partial_gradients(self._ledger, self._module)
@@ -539,13 +568,24 @@ class MasterWeightPrecision(Precision):
             partial = mean_over_ranks(partial, module.named_parameters(), self._device)
         return partial
 
+    def _rests(self) -> dict[str, Any]:
+        """What schedules have to know of skips so far."""
+        pushed_back = self._frequencies.state_dict() if self._frequencies is not None else []
+        ledger = self._ledger
+        skips = [ledger.consecutive_skips[each] for each in ledger.optimizers] if ledger is not None else []
+        state = {"pushed_back_schedules": pushed_back, "skips_by_optimizer": skips if len(skips) > 1 else []}
+        return {name: value for name, value in state.items() if value}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
         self.scaler.load_state_dict(state_dict)
         self._partial = dict(state_dict.get("partial_gradients", {}))
-        if self._ledger is not None:  # patience goes on where it was
-            for optimizer in self._ledger.optimizers:
-                self._ledger.consecutive_skips[optimizer] = self.consecutive_skips
+        if self._ledger is not None:  # patience goes on where it was, and schedules rest that rested
+            count = len(self._ledger.optimizers)
+            skips = state_dict.get("skips_by_optimizer", [self.consecutive_skips] * count)
+            self._ledger.consecutive_skips.update(zip(self._ledger.optimizers, skips, strict=False))
+        if self._frequencies is not None:
+            self._frequencies.load_state_dict(state_dict.get("pushed_back_schedules", []))
         if self.master_weights is not None:
             self.master_weights.load_state_dict(state_dict.get("rounding", {}))
         if state_dict.get("fp32_layers") and self._answers is not None and self.compute_dtype != torch.float32:

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -75,8 +76,15 @@ def refuse_sharding(strategy: Any, module: nn.Module, masters: str, reduce_dtype
         )
 
 
-def refuse_comm_hook(strategy: Any, reduce_dtype: str) -> None:
-    """Refuse two communication hooks at once: DDP takes one."""
+def refuse_comm_hook(strategy: Any, reduce_dtype: str, compute: str) -> None:
+    """Refuse two communication hooks at once, of which DDP takes one, and averages of 16-bit weights over ranks."""
+    if isinstance(getattr(strategy, "_ddp_comm_state", None), PostLocalSGDState) and compute != "fp32":
+        period = strategy._model_averaging_period
+        raise MisconfigurationException(
+            f"DDPStrategy(ddp_comm_state=PostLocalSGDState(...), model_averaging_period={period}) averages weights "
+            f"over ranks, which here are {compute}, and not the fp32 masters behind them. Leave both out, and the hook "
+            "of post-localSGD: DDP averages gradients then. Or use MasterWeightPrecision('fp32')."
+        )
     hook = getattr(strategy, "_ddp_comm_hook", None)
     if hook is not None and reduce_dtype == "fp32":
         raise MisconfigurationException(

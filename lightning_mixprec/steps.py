@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
 from lightning_mixprec.buffers import BufferGuard
-from lightning_mixprec.guests import Once
+from lightning_mixprec.guests import Once, Uncounted
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.questions import report, user_code_sees_gradients
@@ -96,6 +96,7 @@ class Steps:
         self._buffers = BufferGuard(model)
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
+        self._progress: Any = None  # Lightning's count of steps, once one was skipped
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
 
     def begin_batch(self) -> None:
@@ -205,6 +206,11 @@ class Steps:
         noticed, self._ledger.noticed = self._ledger.noticed, False
         self._answers.end_batch(skipped=skipped, noticed=noticed)
 
+    def close(self) -> None:
+        """Leave Lightning's count as found, if an error has kept it from counting a step that was skipped."""
+        if isinstance(self._progress, Uncounted):
+            self._progress.increment_completed()
+
     def _skip(self, optimizer: Optimizer) -> None:
         self._outcome.skipped = True
         self._outcome.optimizers.add(optimizer)
@@ -255,14 +261,12 @@ class Steps:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
         loop = self._model.trainer.fit_loop.epoch_loop
         if self._model.automatic_optimization:
-            progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
+            self._progress = loop.automatic_optimization.optim_progress.optimizer.step
         elif self.in_training_step:
-            progress = loop.manual_optimization.optim_step_progress
+            self._progress = loop.manual_optimization.optim_step_progress
         else:
-            return  # Lightning has not counted it
-        for tracker in (progress.total, progress.current):
-            tracker.ready -= 1
-            tracker.completed -= 1  # Lightning adds one to it when this step returns
+            return  # Lightning will not count it
+        self._progress.__class__ = Uncounted
 
 
 def _refuse_nonfinite_rates(optimizer: Any) -> None:

@@ -1,14 +1,19 @@
 """Two processes over gloo. The file runs itself as the workers; the tests compare what they wrote."""
 
+import copy
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from launch import launch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted import Attention, Planted, batch
-from reference import TinyModule, TinyNet, loader, make_batches, make_trainer, reference_train
+from reference import TinyModule, TinyNet, assert_same, loader, make_batches, make_trainer, reference_train
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision
 
@@ -120,6 +125,81 @@ def train_fallback(evaluation: bool, **options) -> dict:
     return {**result, "comm_hooks": module.comm_hooks}
 
 
+class Late(L.LightningModule):
+    """Trains `late` from the third batch of a rank on, alone or among two `ranks`; keeps an average of `net`."""
+
+    def __init__(self, ranks, how, half=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ranks, self.how = ranks, how
+        self.net, self.late, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.late.requires_grad_(False)
+        if half:
+            self.late.bfloat16()
+        self.average = copy.deepcopy(self.net)  # with requires_grad, in no optimizer
+        self.expected = self.average.weight.detach().clone()  # the same average, kept in a plain fp32 tensor
+
+    def configure_optimizers(self):
+        layers = (self.net, self.head) if self.how == "group" else (self.net, self.late, self.head)
+        return torch.optim.SGD([param for layer in layers for param in layer.parameters()], lr=0.1, momentum=0.9)
+
+    def unfreeze(self, batch_idx, hook):
+        if batch_idx == 6 // self.ranks and hook == ("step" if self.how == "step" else "start"):
+            self.late.requires_grad_(True)
+            if self.how == "group":
+                self.optimizers().add_param_group({"params": list(self.late.parameters())})
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.unfreeze(batch_idx, "start")
+
+    def training_step(self, batch, batch_idx):
+        self.unfreeze(batch_idx, "step")
+        h = torch.relu(self.net(batch)).float()
+        return (self.head(h + self.late(h).float()).float() - 1).pow(2).mean()
+
+    def on_train_batch_end(self, *_):
+        for average, param in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            average.data.lerp_(param.data.to(average.dtype), 1e-3)
+        self.expected.lerp_(self.net.weight.data.float(), 1e-3)
+
+
+def train_late(ranks, precision, how, half=False, accumulate=1, **wrapper):
+    plugin = MasterWeightPrecision(precision, reduce_dtype="fp32")
+    options = {"devices": ranks, "accumulate_grad_batches": accumulate * 2 // ranks}
+    if ranks == 2:
+        wrapper.setdefault("find_unused_parameters", True)  # the average
+        options |= {"strategy": DDPStrategy(**wrapper), "use_distributed_sampler": False}
+    trainer = make_trainer(plugin, **options)
+    module = Late(ranks, how, half)
+    rank = trainer.global_rank if ranks == 2 else 0
+    batches = torch.randn(16, 3, 4, generator=torch.Generator().manual_seed(5))
+    trainer.fit(module, loader(batches[rank::ranks]))
+    return {name: value.clone() for name, value in module.state_dict().items()} | {"expected": module.expected}
+
+
+LATE = {
+    "all": {},
+    "group": {},
+    "all, given in bf16": {"half": True},
+    "all, in a window": {"accumulate": 2},
+    "group, in a window": {"accumulate": 2, "gradient_as_bucket_view": True},
+}
+LATE_IN = [("bf16", name) for name in LATE] + [("fp32", name) for name in LATE if "bf16" not in name]
+
+
+def error_of(call, *args, **kwargs) -> str:
+    with pytest.raises(MisconfigurationException) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def train_local_sgd(precision: str) -> None:
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    strategy = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2)
+    trainer = make_trainer(MasterWeightPrecision(precision), strategy=strategy, devices=2)
+    trainer.fit(TinyModule(adamw), loader(make_batches(8)))
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
@@ -179,6 +259,41 @@ def test_a_fault_on_one_rank_moves_the_layer_on_all(strategy, evaluation, ranks)
         assert torch.equal(value, two["weights"][name]), name
 
 
+@pytest.mark.parametrize(("precision", "scenario"), LATE_IN)
+def test_what_begins_to_train_in_mid_run_is_averaged_over_ranks(precision, scenario, ranks):
+    """T16: unfrozen, or given to the optimizer; as one process trains that has both ranks' batches in its windows."""
+    one, two = (rank["late", precision, scenario] for rank in ranks)
+    assert_same(one, two)
+    options = {name: value for name, value in LATE[scenario].items() if name != "gradient_as_bucket_view"}
+    expected = train_late(1, precision, scenario.split(",")[0], **options)
+    start = Late(1, "all").late.weight
+    assert (expected["late.weight"].float() - start).abs().max() > 5e-3
+    for name in expected.keys() - {"average.weight", "average.bias", "expected"}:
+        torch.testing.assert_close(one[name], expected[name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[:2])
+def test_an_average_that_trains_nowhere_moves_under_ddp(precision, ranks):
+    """It is fp32, though it could train: in bf16 a change of a thousandth of the way is lost."""
+    weights = ranks[0]["late", precision, "all"]
+    moved = weights["expected"] - Late(1, "all").net.weight
+    assert moved.norm() > 0
+    assert (weights["average.weight"] - weights["expected"]).norm() < 1e-3 * moved.norm()
+
+
+def test_what_begins_to_train_within_a_batch_is_refused(ranks):
+    for rank in ranks:
+        assert "2 parameters have begun to train within a batch: late.weight, late.bias" in rank["late in a step"]
+        assert "on_train_batch_start" in rank["late in a step"]
+
+
+def test_averages_of_weights_over_ranks_are_refused_in_16_bits(ranks):
+    """Post-localSGD; in fp32 it runs."""
+    for rank in ranks:
+        assert "model_averaging_period=2" in rank["local SGD"]
+        assert "MasterWeightPrecision('fp32')" in rank["local SGD"]
+
+
 if __name__ == "__main__":
     results = {(precision, scenario): train(precision, scenario) for precision in PRECISIONS for scenario in SCENARIOS}
     for mode in (("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "split"), ("bf16", "split24")):
@@ -186,4 +301,9 @@ if __name__ == "__main__":
     for name, kwargs in STRATEGIES.items():
         for evaluation in (False, True):
             results["fallback", name, evaluation] = train_fallback(evaluation, strategy=DDPStrategy(**kwargs))
+    for mode, name in LATE_IN:
+        results["late", mode, name] = train_late(2, mode, name.split(",")[0], **LATE[name])
+    results["late in a step"] = error_of(train_late, 2, "bf16", "step")
+    results["local SGD"] = error_of(train_local_sgd, "bf16")
+    train_local_sgd("fp32")
     torch.save(results, Path(sys.argv[1]) / f"rank{torch.distributed.get_rank()}.pt")
