@@ -8,7 +8,8 @@ ROOT = Path(__file__).parent.parent
 TORCH_ONLY = {
     "eligible": set(),
     "plan": set(),
-    "policy": {"eligible", "plan"},
+    "practice": set(),
+    "policy": {"eligible", "plan", "practice"},
     "float8": {"eligible", "layers", "policy"},
     "scaler": set(),
     "buffers": set(),
