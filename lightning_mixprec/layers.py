@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import cache, partial, update_wrapper
 from inspect import isgeneratorfunction
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ from lightning_mixprec.calls import is_called, is_metric, is_outside, own_method
 from lightning_mixprec.norms import lean_norm
 
 _HALF = (torch.float16, torch.bfloat16)
+Cast: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _widened_unless_parameter(tensor: Tensor) -> Tensor:
+    """For other methods than ``forward``, which may be given parameters to write to."""
+    return tensor if isinstance(tensor, nn.Parameter) else _widened(tensor)
 
 
 class SwappedLayer(nn.Module):
@@ -44,15 +54,15 @@ class SwappedLayer(nn.Module):
         """What a call needs around it, besides what is there."""
         return None
 
-    def _mixprec_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
         return function(*args, **kwargs)
 
-    def _mixprec_within(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _mixprec_within(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
         context = self._mixprec_context()
         if context is None:
-            return self._mixprec_call(function, args, kwargs)
+            return self._mixprec_call(function, args, kwargs, cast)
         with context:
-            return self._mixprec_call(function, args, kwargs)
+            return self._mixprec_call(function, args, kwargs, cast)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Nothing: a class made here is not one more for the registry of its base, and has no keywords for it."""
@@ -90,8 +100,8 @@ class Fp32Layer(SwappedLayer):
             return None
         return torch.autocast(device_type, enabled=False)
 
-    def _mixprec_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _call_widened(function, args, kwargs)
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
+        return _call_widened(function, args, kwargs, cast)
 
 
 class WidenedLayer(Fp32Layer):
@@ -103,11 +113,11 @@ class WidenedLayer(Fp32Layer):
         torch.float32
     """
 
-    def _mixprec_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
         own = self.named_parameters(recurse=False)
         wide: dict[str, Any] = {name: param.float() for name, param in own if param.dtype in _HALF}
         with _reparametrize_module(self, wide) if wide else nullcontext():
-            return super()._mixprec_call(function, args, kwargs)
+            return super()._mixprec_call(function, args, kwargs, cast)
 
 
 class NormLayer(SwappedLayer):
@@ -316,9 +326,9 @@ def widen(value: Any) -> Any:
     return map_tensors(value, _widened)
 
 
-def _call_widened(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_widened(function: Callable[..., Any], args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
     copies: list[tuple[Any, Any]] = []
-    args, kwargs = map_tensors((args, kwargs), _widened, copies)
+    args, kwargs = map_tensors((args, kwargs), cast, copies)
     before = [dict(_items(passed)) for _, passed in copies]
     result = function(*args, **kwargs)
     for (given, passed), entries in zip(copies, before, strict=True):
@@ -343,10 +353,6 @@ def _follow(given: Any, passed: Any, before: dict[Any, Any]) -> None:
 
 def _items(container: Any) -> Any:
     return enumerate(container) if isinstance(container, list) else container.items()
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def map_tensors(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
@@ -422,11 +428,11 @@ def _wrapped(kind: Any, function: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._mixprec is None:
             return function(self, *args, **kwargs)
-        return kind._mixprec_within(self, partial(function, self), args, kwargs)
+        return kind._mixprec_within(self, partial(function, self), args, kwargs, _widened_unless_parameter)
 
     def generator(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is between two results runs outside
         around = _wrap_generator(lambda: kind._mixprec_context(self) or nullcontext(), partial(function, self))
-        return kind._mixprec_call(self, around, args, kwargs)
+        return kind._mixprec_call(self, around, args, kwargs, _widened_unless_parameter)
 
     made = generator if isgeneratorfunction(function) else method
     made.__code__ = made.__code__.replace()
