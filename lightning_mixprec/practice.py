@@ -73,7 +73,7 @@ _FEATURES = (
 )
 _FEATURE_CLASS = re.compile(
     r"(?!.*(Text|Image|Block|Sequential|Net))\w*?"
-    r"(Fourier((Feature|Proj|Emb|Enc|Pos)\w*)?"
+    r"(Fourier(Feature|Proj|Emb|Enc|Pos)\w*"
     r"|Sinusoid(al)?((Time|Pos|Emb|Enc|Feature|Proj)\w*)?"
     r"|Timesteps"
     r"|(Time|Timestep|TimeStep|Sigma|Noise|NoiseLevel|LogSNR|Positional)Emb(ed|edding|edder)?s?)"
@@ -94,10 +94,10 @@ def is_embedding(name: str, module: nn.Module | None = None) -> bool:
     last = name.rpartition(".")[2]
     if any(fnmatchcase(last, glob) for glob in _EMBEDDINGS):
         return True
-    if module is None or not _embeds_a_number(module):
+    if module is None:
         return False
     named = not _in_numbered_list(name) and any(fnmatchcase(last, glob) for glob in _FEATURES)
-    return named or _FEATURE_CLASS.fullmatch(type(module).__name__) is not None
+    return (named or _FEATURE_CLASS.fullmatch(type(module).__name__) is not None) and _embeds_a_number(module)
 
 
 def is_output(name: str) -> bool:

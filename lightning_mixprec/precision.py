@@ -338,6 +338,9 @@ class MasterWeightPrecision(Precision):
     def inference_context(self) -> Iterator[None]:
         """No gradients, and the same arithmetic as in a validation step: for sampling from a hook or callback.
 
+        A call of the module, of any part of it, or of a public method of a part computes so by itself; what a hook
+        computes with weights of its own accord needs the context.
+
         Example:
             >>> with MasterWeightPrecision("bf16").inference_context():
             ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
