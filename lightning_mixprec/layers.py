@@ -12,13 +12,11 @@ What it leaves out: deciding which layer is which (:mod:`lightning_mixprec.polic
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial, update_wrapper
 from inspect import isgeneratorfunction
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +25,11 @@ from torch.utils._contextlib import _wrap_generator
 
 from lightning_mixprec.calls import is_called, is_metric, is_outside, own_methods
 from lightning_mixprec.norms import lean_norm
+from lightning_mixprec.widening import Cast, call_widened, widened, widened_unless_parameter
+from lightning_mixprec.widening import map_tensors as map_tensors
+from lightning_mixprec.widening import widen as widen
 
 _HALF = (torch.float16, torch.bfloat16)
-Cast: TypeAlias = Callable[[Tensor], Tensor]
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
-
-
-def _widened_unless_parameter(tensor: Tensor) -> Tensor:
-    """For other methods than ``forward``, which may be given parameters to write to."""
-    return tensor if isinstance(tensor, nn.Parameter) else _widened(tensor)
 
 
 class SwappedLayer(nn.Module):
@@ -54,10 +45,10 @@ class SwappedLayer(nn.Module):
         """What a call needs around it, besides what is there."""
         return None
 
-    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
         return function(*args, **kwargs)
 
-    def _mixprec_within(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
+    def _mixprec_within(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
         context = self._mixprec_context()
         if context is None:
             return self._mixprec_call(function, args, kwargs, cast)
@@ -100,8 +91,8 @@ class Fp32Layer(SwappedLayer):
             return None
         return torch.autocast(device_type, enabled=False)
 
-    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
-        return _call_widened(function, args, kwargs, cast)
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
+        return call_widened(function, args, kwargs, cast)
 
 
 class WidenedLayer(Fp32Layer):
@@ -113,7 +104,7 @@ class WidenedLayer(Fp32Layer):
         torch.float32
     """
 
-    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
         own = self.named_parameters(recurse=False)
         wide: dict[str, Any] = {name: param.float() for name, param in own if param.dtype in _HALF}
         with _reparametrize_module(self, wide) if wide else nullcontext():
@@ -148,7 +139,7 @@ class NormLayer(SwappedLayer):
                 lean = lean_norm(self._base_forward, self, args[0])
                 if lean is not None:
                     return lean
-            result = _call_widened(super().forward, args, kwargs)
+            result = call_widened(super().forward, args, kwargs)
             return map_tensors(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
 
 
@@ -313,88 +304,6 @@ def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
     return module
 
 
-def widen(value: Any) -> Any:
-    """Cast every 16-bit floating-point tensor in ``value`` to fp32; look into containers, leave the rest alone.
-
-    Containers are tuples, lists, dicts and dataclasses, and what is made from them: a named tuple stays one, as does
-    an output class that is a dict with attributes. They are copied, if there is anything to cast in them.
-
-    Example:
-        >>> widen({"x": torch.ones(1, dtype=torch.float16), "t": 999})
-        {'x': tensor([1.]), 't': 999}
-    """
-    return map_tensors(value, _widened)
-
-
-def _call_widened(function: Callable[..., Any], args: Any, kwargs: Any, cast: Cast = _widened) -> Any:
-    copies: list[tuple[Any, Any]] = []
-    args, kwargs = map_tensors((args, kwargs), cast, copies)
-    before = [dict(_items(passed)) for _, passed in copies]
-    result = function(*args, **kwargs)
-    for (given, passed), entries in zip(copies, before, strict=True):
-        _follow(given, passed, entries)
-    return result
-
-
-def _follow(given: Any, passed: Any, before: dict[Any, Any]) -> None:
-    """Do to a caller's list or dict what ``forward`` did to its copy: a U-Net's block pops what it has used."""
-    if len(passed) == len(before) and all(key in before and before[key] is item for key, item in _items(passed)):
-        return
-    own = [(before[key], item) for key, item in _items(given)]
-    after = {key: next((mine for wide, mine in own if wide is item), item) for key, item in _items(passed)}
-    if isinstance(given, list):
-        given[:] = after.values()
-        return
-    for key in [key for key in given if key not in after]:
-        del given[key]
-    for key, item in after.items():
-        given[key] = item
-
-
-def _items(container: Any) -> Any:
-    return enumerate(container) if isinstance(container, list) else container.items()
-
-
-def map_tensors(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
-    """Cast every tensor in ``value``; lists and dicts that had to be copied for it are noted in ``copies``.
-
-    Example:
-        >>> map_tensors({"x": [torch.ones(1)], "t": 999}, torch.neg)
-        {'x': [tensor([-1.])], 't': 999}
-    """
-    if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, cast, copies) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, (list, MutableMapping)):
-        entries = {key: map_tensors(item, cast, copies) for key, item in _items(value)}
-        if all(entries[key] is item for key, item in _items(value)):
-            return value
-        made: Any = type(value)
-        if made is list:
-            copied: Any = list(entries.values())
-        elif made in (dict, OrderedDict):
-            copied = made(entries)
-        else:
-            copied = copy.copy(value)
-            for key, item in entries.items():
-                copied[key] = item
-        if copies is not None:
-            copies.append((value, copied))
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-        cast_fields = {name: map_tensors(item, cast, copies) for name, item in fields.items()}
-        if all(cast_fields[name] is item for name, item in fields.items()):
-            return value
-        copied = copy.copy(value)  # not made anew: what its constructor computed stays
-        for name, item in cast_fields.items():
-            object.__setattr__(copied, name, item)  # a frozen one, too
-        return copied
-    return value
-
-
 def _refuse_own_methods(name: str, layer: nn.Module, kind: type[SwappedLayer]) -> None:
     own = [each for each in own_methods(type(layer)) if each in layer.__dict__]
     if own and kind._mixprec_wraps_methods:
@@ -428,11 +337,11 @@ def _wrapped(kind: Any, function: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._mixprec is None:
             return function(self, *args, **kwargs)
-        return kind._mixprec_within(self, partial(function, self), args, kwargs, _widened_unless_parameter)
+        return kind._mixprec_within(self, partial(function, self), args, kwargs, widened_unless_parameter)
 
     def generator(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is between two results runs outside
         around = _wrap_generator(lambda: kind._mixprec_context(self) or nullcontext(), partial(function, self))
-        return kind._mixprec_call(self, around, args, kwargs, _widened_unless_parameter)
+        return kind._mixprec_call(self, around, args, kwargs, widened_unless_parameter)
 
     made = generator if isgeneratorfunction(function) else method
     made.__code__ = made.__code__.replace()
