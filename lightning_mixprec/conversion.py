@@ -16,7 +16,16 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from lightning_mixprec.layers import ComputeLayer, Fp32Layer, WidenedLayer, restore_, swap_, swap_layers_
+from lightning_mixprec.layers import (
+    ComputeLayer,
+    Fp32Layer,
+    WidenedLayer,
+    has_dtype,
+    restore_,
+    swap_,
+    swap_inner_,
+    swap_layers_,
+)
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
@@ -77,12 +86,21 @@ class Conversion:
         if policy.compute_dtype == torch.float32:
             return
         # Modules first: what they refuse is refused before any weight has changed.
+        entrances = [layer for layer in entrances if any(param.requires_grad for param in layer.parameters())]
         self._swap_layers()
         for layer in entrances:
             swap_(layer, ComputeLayer, device_type, policy.compute_dtype)
+        inner = (layer for child in model.children() for layer in child.modules() if has_dtype(layer))
+        swap_inner_(inner, device_type, policy.compute_dtype)  # while it says what it was
         self._settings = _set(_SETTINGS)
         if masters is not None:
             self.masters = MasterWeights(model, self.plan.parameters, masters)
+
+    def open_(self) -> None:
+        """Let every part of the model be called from anywhere; after its optimizers, which may ask for exact types."""
+        if self._policy.compute_dtype != torch.float32:
+            layers = (layer for child in self._model.children() for layer in child.modules())
+            swap_inner_(layers, self._device_type, self._policy.compute_dtype)
 
     def _swap_layers(self) -> None:
         fp32 = WidenedLayer if self._sharded else Fp32Layer

@@ -26,6 +26,7 @@ class BuildingModule(ComputeLayer):
     """The LightningModule while its optimizers are made: they are made with the fp32 values."""
 
     trainer: Any
+    _mixprec_wraps_methods = False  # hooks are not the network
 
     def configure_optimizers(self) -> Any:
         """The user's, with fp32 parameters in the module."""
@@ -37,6 +38,7 @@ class TrainingModule(ComputeLayer):
     """The LightningModule while it trains: per-step schedules rest while a step is skipped."""
 
     trainer: Any
+    _mixprec_wraps_methods = False  # hooks are not the network
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """The user's, or nothing."""

@@ -1,27 +1,33 @@
 """Layers that compute in another dtype than their surroundings, made from existing ones by exchanging their class.
 
 Why it exists: a layer that must compute in fp32 has to do so however it is called: from a training step, a callback,
-a copy, a pickle, compiled. Patching ``forward`` or registering hooks loses that on one of those ways; a subclass
-made on the fly does not. ``isinstance``, the class name, parameters, buffers and hooks stay as they were.
+a copy, a pickle, compiled, by another method than ``forward``. Patching methods or registering hooks loses that on one
+of those ways; a subclass made on the fly does not. ``isinstance``, the class name, parameters, buffers and hooks stay
+as they were.
 
-What it leaves out: deciding which layer is which (:mod:`lightning_mixprec.policy`).
+What it leaves out: deciding which layer is which (:mod:`lightning_mixprec.policy`), and which calls there are
+(:mod:`lightning_mixprec.calls`).
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial, update_wrapper
+from inspect import isgeneratorfunction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._contextlib import _wrap_generator
 
+from lightning_mixprec.calls import is_called, is_metric, is_outside, own_methods
 from lightning_mixprec.norms import lean_norm
+from lightning_mixprec.widening import Cast, call_widened, widened, widened_unless_parameter
+from lightning_mixprec.widening import map_tensors as map_tensors
+from lightning_mixprec.widening import widen as widen
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -33,6 +39,21 @@ class SwappedLayer(nn.Module):
     """
 
     _mixprec: tuple[str, torch.dtype] | None = None
+    _mixprec_wraps_methods = False  # those of the user's class, like forward
+
+    def _mixprec_context(self) -> torch.autocast | None:
+        """What a call needs around it, besides what is there."""
+        return None
+
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
+        return function(*args, **kwargs)
+
+    def _mixprec_within(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
+        context = self._mixprec_context()
+        if context is None:
+            return self._mixprec_call(function, args, kwargs, cast)
+        with context:
+            return self._mixprec_call(function, args, kwargs, cast)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Nothing: a class made here is not one more for the registry of its base, and has no keywords for it."""
@@ -48,6 +69,7 @@ class SwappedLayer(nn.Module):
 class Fp32Layer(SwappedLayer):
     """Runs ``forward`` in fp32: autocast off, 16-bit floating-point inputs widened, results left in fp32.
 
+    So do the other public methods of the user's class, of which parameters given as arguments stay themselves.
     Results are not cast back, because a value that needed fp32 may not fit into 16 bits; what takes it casts it.
 
     Example:
@@ -57,13 +79,20 @@ class Fp32Layer(SwappedLayer):
         torch.float32
     """
 
+    _mixprec_wraps_methods = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the original class, in fp32."""
+        return self._mixprec_within(super().forward, args, kwargs)
+
+    def _mixprec_context(self) -> torch.autocast | None:
         device_type = self._mixprec[0] if self._mixprec is not None else None
         if device_type is None or not torch.is_autocast_enabled(device_type):
-            return _call_widened(super().forward, args, kwargs)
-        with torch.autocast(device_type, enabled=False):
-            return _call_widened(super().forward, args, kwargs)
+            return None
+        return torch.autocast(device_type, enabled=False)
+
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
+        return call_widened(function, args, kwargs, cast)
 
 
 class WidenedLayer(Fp32Layer):
@@ -75,12 +104,11 @@ class WidenedLayer(Fp32Layer):
         torch.float32
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the original class, in fp32, with fp32 parameters."""
+    def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
         own = self.named_parameters(recurse=False)
         wide: dict[str, Any] = {name: param.float() for name, param in own if param.dtype in _HALF}
         with _reparametrize_module(self, wide) if wide else nullcontext():
-            return super().forward(*args, **kwargs)
+            return super()._mixprec_call(function, args, kwargs, cast)
 
 
 class NormLayer(SwappedLayer):
@@ -111,19 +139,42 @@ class NormLayer(SwappedLayer):
                 lean = lean_norm(self._base_forward, self, args[0])
                 if lean is not None:
                     return lean
-            result = _call_widened(super().forward, args, kwargs)
+            result = call_widened(super().forward, args, kwargs)
             return map_tensors(result, lambda tensor: tensor.to(compute) if tensor.dtype == torch.float32 else tensor)
 
 
-class ComputeLayer(SwappedLayer):
-    """Runs ``forward`` under autocast, so that a call from a hook gives what a call from a training step gives.
+class InnerLayer(SwappedLayer):
+    """A layer that computes as what is around it says, and under autocast where nothing is: called from a hook.
+
+    Then a call gives what it gives in a training step, of ``forward`` or another public method of the user's class.
+    Inside ``torch.autocast(enabled=False)`` it computes as without autocast: who writes that has said what is wanted.
 
     A ``dtype`` property that says what the parameters are, as in models of diffusers, says what they were: such a model
     casts its timestep features to it, which would round them.
 
     Example:
-        >>> layer = swap_(nn.Linear(2, 2).bfloat16(), ComputeLayer, "cpu", torch.bfloat16)
+        >>> layer = swap_(nn.Linear(2, 2).bfloat16(), InnerLayer, "cpu", torch.bfloat16)
         >>> layer(torch.ones(1, 2)).dtype
+        torch.bfloat16
+    """
+
+    _mixprec_wraps_methods = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the original class, under some autocast."""
+        return self._mixprec_within(super().forward, args, kwargs)
+
+    def _mixprec_context(self) -> torch.autocast | None:
+        return compute_context(*self._mixprec) if self._mixprec is not None and is_outside(self._mixprec[0]) else None
+
+
+class ComputeLayer(InnerLayer):
+    """The same, under autocast to the compute dtype in any case: of ``forward``.
+
+    Example:
+        >>> layer = swap_(nn.Linear(2, 2).bfloat16(), ComputeLayer, "cpu", torch.bfloat16)
+        >>> with torch.autocast("cpu", enabled=False):
+        ...     layer(torch.ones(1, 2)).dtype
         torch.bfloat16
     """
 
@@ -158,7 +209,7 @@ def swap_(
 
     Args:
         module: Any module whose ``forward`` is defined by its class.
-        kind: :class:`Fp32Layer`, :class:`NormLayer` or :class:`ComputeLayer`.
+        kind: :class:`Fp32Layer`, :class:`NormLayer`, :class:`ComputeLayer` or :class:`InnerLayer`.
         device_type: Type of the device it will run on, such as ``"cuda"``.
         compute: Compute dtype of its surroundings.
         wraps_forward: Whether the kind's ``forward`` has to be the one that is called.
@@ -173,7 +224,7 @@ def swap_(
             f"{kind.__name__} cannot wrap. Define forward in a class, or take the layer out of the fp32 entries."
         )
     if "_mixprec" not in module.__dict__:
-        found = module.dtype if issubclass(kind, ComputeLayer) and _has_dtype(type(module)) else None
+        found = module.dtype if issubclass(kind, InnerLayer) and has_dtype(module) else None
         module.__class__ = _subclass(kind, type(module))
         module.__dict__["_mixprec"] = (device_type, compute)
         if found is not None:
@@ -197,6 +248,9 @@ def swap_layers_(
         compute: Compute dtype of the others.
         fp32: The kind of fp32 layers.
 
+    Raises:
+        TypeError: If ``forward`` or another method of an fp32 layer was replaced on the instance.
+
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1))
         >>> swap_layers_(net, {"0": "fp32", "1": "norm"}, "cpu", torch.bfloat16)
@@ -206,10 +260,31 @@ def swap_layers_(
     classes: dict[str, type[SwappedLayer]] = {"fp32": fp32, "norm": NormLayer}
     for name, layer in model.named_modules(remove_duplicate=False):
         kind = classes.get(kinds.get(name, "compute"))
-        if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
+        if kind is not None and is_called(layer):
             if not isinstance(layer, kind):
                 restore_(layer, below=False)
+                _refuse_own_methods(name, layer, kind)
             swap_(layer, kind, device_type, compute)
+
+
+def swap_inner_(layers: Iterable[nn.Module], device_type: str, compute: torch.dtype) -> None:
+    """Make each an :class:`InnerLayer`, in place, if it has parameters, anything to call and a class of its own yet.
+
+    Metrics, and networks in them, are left alone.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.SiLU())
+        >>> swap_inner_(net.modules(), "cpu", torch.bfloat16)
+        >>> isinstance(net, InnerLayer), isinstance(net[0], InnerLayer), isinstance(net[1], InnerLayer)
+        (True, True, False)
+    """
+    layers = list(layers)
+    metrics = {each for layer in layers if is_metric(layer) for each in layer.modules()}
+    for layer in layers:
+        _drop_own_forward(layer)
+        own = isinstance(layer, (SwappedLayer, torch.jit.ScriptModule)) or "forward" in layer.__dict__
+        if not own and layer not in metrics and is_called(layer) and next(layer.parameters(), None) is not None:
+            swap_(layer, InnerLayer, device_type, compute)
 
 
 def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
@@ -229,90 +304,14 @@ def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
     return module
 
 
-def widen(value: Any) -> Any:
-    """Cast every 16-bit floating-point tensor in ``value`` to fp32; look into containers, leave the rest alone.
-
-    Containers are tuples, lists, dicts and dataclasses, and what is made from them: a named tuple stays one, as does
-    an output class that is a dict with attributes. They are copied, if there is anything to cast in them.
-
-    Example:
-        >>> widen({"x": torch.ones(1, dtype=torch.float16), "t": 999})
-        {'x': tensor([1.]), 't': 999}
-    """
-    return map_tensors(value, _widened)
-
-
-def _call_widened(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    copies: list[tuple[Any, Any]] = []
-    args, kwargs = map_tensors((args, kwargs), _widened, copies)
-    before = [dict(_items(passed)) for _, passed in copies]
-    result = forward(*args, **kwargs)
-    for (given, passed), entries in zip(copies, before, strict=True):
-        _follow(given, passed, entries)
-    return result
-
-
-def _follow(given: Any, passed: Any, before: dict[Any, Any]) -> None:
-    """Do to a caller's list or dict what ``forward`` did to its copy: a U-Net's block pops what it has used."""
-    if len(passed) == len(before) and all(key in before and before[key] is item for key, item in _items(passed)):
-        return
-    own = [(before[key], item) for key, item in _items(given)]
-    after = {key: next((mine for wide, mine in own if wide is item), item) for key, item in _items(passed)}
-    if isinstance(given, list):
-        given[:] = after.values()
-        return
-    for key in [key for key in given if key not in after]:
-        del given[key]
-    for key, item in after.items():
-        given[key] = item
-
-
-def _items(container: Any) -> Any:
-    return enumerate(container) if isinstance(container, list) else container.items()
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
-
-
-def map_tensors(value: Any, cast: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any]] | None = None) -> Any:
-    """Cast every tensor in ``value``; lists and dicts that had to be copied for it are noted in ``copies``.
-
-    Example:
-        >>> map_tensors({"x": [torch.ones(1)], "t": 999}, torch.neg)
-        {'x': [tensor([-1.])], 't': 999}
-    """
-    if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, cast, copies) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, (list, MutableMapping)):
-        entries = {key: map_tensors(item, cast, copies) for key, item in _items(value)}
-        if all(entries[key] is item for key, item in _items(value)):
-            return value
-        made: Any = type(value)
-        if made is list:
-            copied: Any = list(entries.values())
-        elif made in (dict, OrderedDict):
-            copied = made(entries)
-        else:
-            copied = copy.copy(value)
-            for key, item in entries.items():
-                copied[key] = item
-        if copies is not None:
-            copies.append((value, copied))
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-        cast_fields = {name: map_tensors(item, cast, copies) for name, item in fields.items()}
-        if all(cast_fields[name] is item for name, item in fields.items()):
-            return value
-        copied = copy.copy(value)  # not made anew: what its constructor computed stays
-        for name, item in cast_fields.items():
-            object.__setattr__(copied, name, item)  # a frozen one, too
-        return copied
-    return value
+def _refuse_own_methods(name: str, layer: nn.Module, kind: type[SwappedLayer]) -> None:
+    own = [each for each in own_methods(type(layer)) if each in layer.__dict__]
+    if own and kind._mixprec_wraps_methods:
+        raise TypeError(
+            f"{name!r} is to compute in fp32, but its {own[0]!r} was assigned on the instance, where {kind.__name__} "
+            f"cannot wrap it. Define it in {type(layer).__name__} (to compile it, decorate it there), or name the "
+            "layers below in the fp32 entries instead."
+        )
 
 
 def _drop_own_forward(module: nn.Module) -> None:
@@ -322,8 +321,31 @@ def _drop_own_forward(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _has_dtype(base: type[nn.Module]) -> bool:
-    return isinstance(getattr(base, "dtype", None), property)
+def has_dtype(module: nn.Module) -> bool:
+    """Whether the module says what its dtype is, as those of diffusers and transformers do.
+
+    Example:
+        >>> has_dtype(nn.Linear(1, 1))
+        False
+    """
+    return isinstance(getattr(type(module), "dtype", None), property)
+
+
+def _wrapped(kind: Any, function: Any) -> Any:
+    """A method of the user's class, called like ``forward``."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._mixprec is None:
+            return function(self, *args, **kwargs)
+        return kind._mixprec_within(self, partial(function, self), args, kwargs, widened_unless_parameter)
+
+    def generator(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is between two results runs outside
+        around = _wrap_generator(lambda: kind._mixprec_context(self) or nullcontext(), partial(function, self))
+        return kind._mixprec_call(self, around, args, kwargs, widened_unless_parameter)
+
+    made = generator if isgeneratorfunction(function) else method
+    made.__code__ = made.__code__.replace()
+    return update_wrapper(made, function, updated=())  # what torch.compile notes on a function is about that function
 
 
 def _make_subclass(kind: Any, base: Any) -> Any:
@@ -347,7 +369,9 @@ def _make_subclass(kind: Any, base: Any) -> Any:
     names["forward"] = forward
     names["_base_forward"] = staticmethod(base.forward)
     names["_is_batch_norm"] = base.forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if issubclass(kind, ComputeLayer) and _has_dtype(base):
+    if kind._mixprec_wraps_methods:
+        names |= {name: _wrapped(kind, function) for name, function in own_methods(base).items()}
+    if issubclass(kind, InnerLayer) and isinstance(getattr(base, "dtype", None), property):
         names["dtype"] = property(lambda self: self.__dict__.get("_mixprec_dtype") or base.dtype.fget(self))
     if hasattr(base, "__deepcopy__"):  # it knows its own class, as those that torch.fx makes
         names["__deepcopy__"] = deepcopy

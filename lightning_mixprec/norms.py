@@ -42,8 +42,10 @@ def lean_norm(forward: Any, module: Any, x: Tensor) -> Tensor | None:
         >>> lean_norm(nn.LayerNorm.forward, nn.LayerNorm(2), torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)).dtype
         torch.bfloat16
     """
-    if not torch.compiler.is_compiling() and is_transformed():
-        return None  # torch.func and forward-mode derivatives know torch's own operations alone
+    if not torch.compiler.is_compiling() and (is_transformed() or torch.jit.is_tracing()):
+        # torch.func and forward-mode derivatives know torch's own operations alone; a trace is run again, to compare,
+        # without gradients, for which other operations are chosen below.
+        return None
     mixed = _has_mixed_kernels(x)
     if forward is nn.GroupNorm.forward:
         if mixed:

@@ -23,6 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from lightning_mixprec.eligible import Entry, choose, show
 from lightning_mixprec.plan import Kind, LayerPlan, PrecisionPlan
+from lightning_mixprec.practice import is_embedding, is_output
 
 Float8Recipe: TypeAlias = Literal["tensorwise", "rowwise"]
 
@@ -32,42 +33,6 @@ COMPUTE_DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,  # of all that is not a linear layer, and of what enters and leaves those
 }
-
-# What practice keeps in fp32 (ADM, EDM, EDM2, DiT, diffusers' `_keep_in_fp32_modules`): conditioning is tiny, and its
-# error enters every layer; the output layer's error enters the sample unfiltered. Matched on a module's own name, and
-# embeddings on a parameter's: DiT's and ViT's `pos_embed` is often one that belongs to the network itself.
-_EMBEDDINGS = (
-    "time_embed*",
-    "time_mlp",
-    "timestep_embed*",
-    "t_embed*",
-    "class_embed*",
-    "label_emb*",
-    "y_embed*",
-    "sigma_embed*",
-    "noise_embed*",
-    "pos_embed*",
-    "temb",
-    "map_noise",
-    "map_label",
-    "map_layer*",
-    "emb_noise",
-    "emb_label",
-)
-_OUTPUTS = (
-    "out",
-    "out_norm",
-    "out_conv",
-    "conv_out",
-    "conv_norm_out",
-    "norm_out",
-    "proj_out",
-    "proj_out_*",
-    "final_layer",
-    "final_conv",
-    "final_proj",
-    "out_proj_final",
-)
 
 # Not in any autocast list, and without a kernel for mixed dtypes.
 _WIDE = (nn.Bilinear,)
@@ -94,9 +59,12 @@ class PrecisionPolicy:
             multiples of 16. Others stay as they are, and :attr:`PrecisionPlan.fp8_refused` says why. Not for compute
             ``"fp32"``.
         fp32_defaults: Keep by default what practice keeps in fp32: parameters and statistics of normalisation
-            layers, embeddings of timestep, noise level, label and position, and the network's output layer. False
-            drops the embeddings and the output layer; normalisation layers stay as they are, since 16-bit statistics
-            are of no use to anyone.
+            layers, embeddings of timestep, noise level, label and position, known by the names in use
+            (``time_embed*``, ``map_noise``, ``*fourier*``) and classes (``GaussianFourierProjection``,
+            ``SinusoidalPosEmb``, ``TimestepEmbedder``), and the network's output layer. False drops the embeddings and
+            the output layer; normalisation layers stay as they are, since 16-bit statistics are of no use to anyone.
+            Features that a network makes by a matrix product in its own ``forward`` cannot be known: give them a
+            module.
         fp8_defaults: Leave out of fp8 what practice leaves out: first and last layers, embeddings, and modulation,
             known by their names; with compute ``"fp8"`` also what comes first and last in the model, where no
             name tells, and frozen layers. An entry that names such a layer, or one around it that is known as such,
@@ -242,7 +210,7 @@ class PrecisionPolicy:
                 wide[id(parameter)] = f"fp32 entry {show(entry)}"
             elif _is_reparametrised(modules[owner]):
                 wide.setdefault(id(parameter), "default: reparametrised")
-            elif self.fp32_defaults and _is_embedding(full):
+            elif self.fp32_defaults and is_embedding(full):
                 wide.setdefault(id(parameter), "default: embedding")
             elif decided[owner][0] in ("fp32", "norm"):
                 wide.setdefault(id(parameter), f"shared with {owner!r}")
@@ -291,12 +259,9 @@ class PrecisionPolicy:
         entry = self._match(self.fp32, name, module, matched)
         if entry is not None:
             return "fp32", f"fp32 entry {show(entry)}"
-        last = name.rpartition(".")[2]
-        if self.fp32_defaults and _is_embedding(name):
+        if self.fp32_defaults and is_embedding(name, module):
             return "fp32", "default: embedding"
-        # Inside a numbered list the name belongs to a block, and `proj_out` of a block is not the network's output.
-        top_level = not any(part.isdigit() for part in name.split("."))
-        if self.fp32_defaults and top_level and any(fnmatchcase(last, glob) for glob in _OUTPUTS):
+        if self.fp32_defaults and is_output(name):
             return "fp32", "default: output layer"
         if _is_norm(module):
             return "norm", "default: normalisation"
@@ -401,11 +366,6 @@ def _entries(which: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
                 f"{which} entry {entry!r} must be a torch.nn.Module class or a name, such as 'conv_out'.{number}"
             )
     return entries
-
-
-def _is_embedding(name: str) -> bool:
-    """Whether a module or parameter has the name of an embedding of timestep, noise level, label or position."""
-    return any(fnmatchcase(name.rpartition(".")[2], glob) for glob in _EMBEDDINGS)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -15,8 +15,9 @@ torch alone, and what the LightningModule and schedulers become for the length o
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.answers import Answers
+from lightning_mixprec.calls import explain, outside
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
@@ -288,6 +290,7 @@ class MasterWeightPrecision(Precision):
                 rebuild_wrapper(module.trainer.strategy)
                 model = cast(nn.Module, module.trainer.strategy.model)
         assert self._conversion is not None
+        self._conversion.open_()
         self._answers = Answers(module, self._conversion, self.scaler, self._device, self.compute_dtype, self.fallback)
         self._reduction = None
         if self.master_weights is not None and reduces_gradients(model, module.trainer.strategy):
@@ -327,6 +330,8 @@ class MasterWeightPrecision(Precision):
 
     def teardown(self) -> None:
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
+        if self.master_weights is not None:
+            explain(sys.exception())
         if self._module is not None and self._ledger is not None:
             self._ledger.end_batch()  # of steps made after the last `training_step`
             self._ledger.close()
@@ -363,6 +368,9 @@ class MasterWeightPrecision(Precision):
     @contextmanager
     def inference_context(self) -> Iterator[None]:
         """No gradients, and the same arithmetic as in a validation step: for sampling from a hook or callback.
+
+        A call of the module, of any part of it, or of a public method of a part computes so by itself; what a hook
+        computes with weights of its own accord needs the context.
 
         Example:
             >>> with MasterWeightPrecision("bf16").inference_context():
@@ -524,8 +532,8 @@ class MasterWeightPrecision(Precision):
             self._fp8_advice = None
         self._steps.end_batch()
 
-    def _no_autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, enabled=False)
+    def _no_autocast(self) -> AbstractContextManager[None]:
+        return outside(self._device.type)
 
     # Checkpoints
 

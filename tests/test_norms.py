@@ -147,3 +147,17 @@ def test_a_frozen_norm_and_inputs_without_gradient():
     trained = swapped("group", torch.bfloat16)
     trained(x.detach()).float().sum().backward()
     assert trained.bias.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace:FutureWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_trace_checks_itself_and_computes_the_same(name, dtype):
+    """`log_graph=True` traces, and runs the trace again without gradients: it must be of the same operations."""
+    torch.manual_seed(0)
+    norm = swapped(name, dtype)
+    x = torch.randn(3, 8, 5, 5).to(dtype)
+    traced = torch.jit.trace(norm, (x,), check_trace=True)
+    assert traced(x).dtype == dtype
+    ulp = torch.finfo(dtype).eps * 2 ** norm(x).abs().clamp_min(2.0**-14).log2().floor()
+    assert ((traced(x) - norm(x)).abs() <= ulp).all()

@@ -1,5 +1,7 @@
 """What a policy means for a model."""
 
+import math
+
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -8,7 +10,8 @@ from reference import REPARAMETRISATIONS, TinyNet
 from torch import nn
 
 from lightning_mixprec import PrecisionPolicy
-from lightning_mixprec.layers import Fp32Layer, NormLayer, swap_
+from lightning_mixprec.layers import Fp32Layer, NormLayer, swap_, swap_layers_
+from lightning_mixprec.policy import COMPUTE_DTYPES
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -56,6 +59,94 @@ def test_defaults_know_the_names_that_are_in_use(inputs, outputs):
     plan = PrecisionPolicy("bf16").resolve(model)
     fp32 = {name for name, kind in plan.kinds.items() if kind == "fp32"}
     assert fp32 == {f"model.{name}" for name in kept}
+
+
+class GaussianFourierProjection(nn.Module):
+    """Sines of a noise level by a matrix product, as NCSN++ and k-diffusion have them: [B] -> [B, 16]."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.randn(8, 1) * 16)
+
+    def forward(self, sigma):
+        angle = sigma[:, None] @ self.weight.T
+        return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+class Features(GaussianFourierProjection):
+    """The same, of which the name of the class says nothing."""
+
+
+class SinusoidalPosEmb(nn.Module):
+    pass
+
+
+class TimestepEmbedder(nn.Sequential):
+    pass
+
+
+class TimestepEmbedSequential(nn.Sequential):
+    """ADM's, which holds the blocks of a U-Net."""
+
+
+class FourierBlock(nn.Sequential):
+    """Of a neural operator."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [GaussianFourierProjection(), SinusoidalPosEmb(), TimestepEmbedder(nn.Linear(8, 4), nn.Linear(4, 4))],
+)
+def test_what_embeds_a_number_is_known_by_its_class(module):
+    blocks = nn.ModuleList([nn.ModuleDict({"conditioning": module})])
+    assert PrecisionPolicy("bf16").resolve(nn.ModuleDict({"blocks": blocks})).kinds["blocks.0.conditioning"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fourier", "map_fourier", "gfp", "time_emb", "sigma_emb", "noise_level_emb", "time_proj", "t_proj", "time_in",
+     "timestep_features", "time_features", "time_cond"],
+)  # fmt: skip
+def test_what_embeds_a_number_is_known_by_its_name(name):
+    for module in (Features(), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), nn.Linear(1, 4)):
+        net = nn.ModuleDict({"net": nn.ModuleDict({name: module, "patch_embed": nn.Linear(2, 2)})})
+        kinds = PrecisionPolicy("bf16").resolve(net).kinds
+        assert kinds[f"net.{name}"] == "fp32"
+        assert kinds["net.patch_embed"] == "compute"
+        assert PrecisionPolicy("bf16", fp32_defaults=False).resolve(net).kinds[f"net.{name}"] == "compute"
+
+
+def test_large_layers_and_projections_inside_blocks_are_not_embeddings():
+    block = nn.ModuleDict({"time_emb": nn.Linear(8, 16), "time_proj": nn.Sequential(nn.SiLU(), nn.Linear(8, 16))})
+    model = nn.ModuleDict(
+        {
+            "time_proj": nn.Linear(64, 384),  # Wan's modulation
+            "time_emb_proj": nn.Linear(8, 16),
+            "down": TimestepEmbedSequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)),
+            "operator": FourierBlock(nn.Conv1d(2, 2, 3)),
+            "fourier_mixer": nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))),
+            "time_conv": nn.Conv3d(1, 1, 3),
+            "text_encoder": nn.Embedding(5, 4),
+            "middle": block,
+            "blocks": nn.ModuleList([nn.ModuleDict({"time_in": Features()})]),
+        }
+    )
+    assert set(PrecisionPolicy("bf16").resolve(model).kinds.values()) == {"compute"}
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_noise_levels_are_told_apart_by_features_of_a_matrix_product(compute):
+    """Against float64 in plain loops; 16 bits of an angle of hundreds are off by more than a radian."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"fourier": Features(), "out": nn.Linear(16, 1)})
+    sigmas = torch.logspace(-2, 1.9, 50)
+    swap_layers_(net, PrecisionPolicy(compute).resolve(net).kinds, "cpu", COMPUTE_DTYPES[compute])
+    with torch.autocast("cpu", COMPUTE_DTYPES[compute]):
+        found = net["fourier"](sigmas)
+    for row, sigma in zip(found.tolist(), sigmas.tolist(), strict=True):
+        for column, weight in enumerate(net["fourier"].weight.flatten().tolist()):
+            assert row[column] == pytest.approx(math.sin(sigma * weight), abs=5e-4)
+            assert row[8 + column] == pytest.approx(math.cos(sigma * weight), abs=5e-4)
 
 
 def test_defaults_can_be_dropped_but_norms_stay():

@@ -1,0 +1,130 @@
+"""Calls of a layer that are not calls of its ``forward`` in a step: of other methods, and from outside.
+
+Why it exists: an autoencoder is asked to ``encode`` and ``decode``, a text encoder for its ``encode_text``, and what
+such a method does by itself, between its layers, must compute like them. And a hook may call any part of a network,
+where nothing has said yet what it computes in.
+
+What it leaves out: what then happens (:mod:`lightning_mixprec.layers`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Whose methods are no computation of a network, or know what they compute in.
+_OTHERS = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "builtins")
+_COROUTINE = 0x80 | 0x200  # CO_COROUTINE, CO_ASYNC_GENERATOR of `inspect`
+_DTYPES_DIFFER = re.compile("same dtype|should be the same|expected scalar type|expected .* to have dtype", re.I)
+_HALF = re.compile("bfloat16|half|float16", re.I)
+
+
+def own_methods(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Public methods that the user's classes define and ``nn.Module`` does not, without ``forward``, by name.
+
+    Properties, class methods, static methods and coroutines are not among them.
+
+    Example:
+        >>> class Autoencoder(nn.Module):
+        ...     def encode(self, x):
+        ...         return x
+        >>> list(own_methods(Autoencoder)), list(own_methods(nn.Linear))
+        (['encode'], [])
+    """
+    found: dict[str, Any] = {}
+    for each in reversed(base.__mro__):
+        theirs = each.__module__.partition(".")[0] in _OTHERS
+        found |= {name: None if theirs else value for name, value in vars(each).items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, FunctionType)
+        and not (name.startswith("_") or hasattr(nn.Module, name) or value.__code__.co_flags & _COROUTINE)
+    }
+
+
+def is_called(layer: nn.Module) -> bool:
+    """Whether there is anything to call: a ``forward``, or methods of its own; a ``ModuleList`` has neither.
+
+    Example:
+        >>> is_called(nn.Linear(1, 1)), is_called(nn.ModuleList())
+        (True, False)
+    """
+    return type(layer).forward is not nn.Module.forward or bool(own_methods(type(layer)))
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether it is a metric of torchmetrics, which chooses its own precision.
+
+    Example:
+        >>> is_metric(nn.Linear(1, 1))
+        False
+    """
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
+
+
+def is_outside(device_type: str) -> bool:
+    """Whether no autocast is around, neither on nor off: nobody has said what to compute in.
+
+    Example:
+        >>> with torch.autocast("cpu", enabled=False):
+        ...     inside = is_outside("cpu")
+        >>> is_outside("cpu"), inside
+        (True, False)
+    """
+    return not torch.is_autocast_enabled(device_type) and _nesting() == 0
+
+
+def _nesting() -> int:
+    """How many autocast contexts are around, of this thread."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+_nesting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+
+
+@contextmanager
+def outside(device_type: str) -> Iterator[None]:
+    """As if no autocast were around: for backward, an optimizer step and hooks inside of `training_step`.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16), outside("cpu"):
+        ...     is_outside("cpu")
+        True
+    """
+    enabled, depth = torch.is_autocast_enabled(device_type), _nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, enabled)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
+def explain(error: BaseException | None) -> None:
+    """Add to an error about dtypes that differ what to write instead.
+
+    Example:
+        >>> try:
+        ...     torch.ones(1, 1) @ torch.ones(1, 1).half()
+        ... except RuntimeError as error:
+        ...     explain(error)
+        ...     "inference_context()" in error.__notes__[0]
+        True
+    """
+    if isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(str(error)) and _HALF.search(str(error)):
+        error.add_note(
+            "16-bit weights have met other activations where no autocast was on. In a hook or callback, compute inside "
+            "`with trainer.precision_plugin.inference_context():`. Inside torch.autocast(enabled=False), name the "
+            "layer in PrecisionPolicy(fp32=[...])."
+        )
