@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -122,6 +123,8 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
     """The children that a hook calls as ``pl_module.net(x)``; those of a ModuleList, ``pl_module.nets[0](x)``."""
     for child in module.children():
         child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
+        if isinstance(child, torch.jit.ScriptModule):  # stays as it is, and has no class to exchange
+            continue
         if type(child).forward is nn.Module.forward:
             yield from called_directly(child)
         elif next(child.parameters(), None) is not None and "forward" not in child.__dict__:
