@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.opaque import is_script
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -98,13 +100,3 @@ def widen_buffers_(model: nn.Module, given: Given, meant: Callable[[str, nn.Modu
                 around = list(modules[name].parameters())
             for buffer in half if meant(qualified, module, around) else []:
                 given.widen_(buffer, around)
-
-
-def is_script(module: nn.Module) -> bool:
-    """Whether ``module`` is compiled to TorchScript: its classes, dtypes and hooks cannot be changed from outside.
-
-    Example:
-        >>> is_script(nn.Linear(1, 1))
-        False
-    """
-    return isinstance(module, torch.jit.ScriptModule)

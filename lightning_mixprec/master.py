@@ -10,8 +10,8 @@ Everything else speaks fp32 too: gradients handed to hooks and clipping, ``state
 :meth:`MasterWeights.restore_`.
 
 What it leaves out: how the values are stored (:mod:`lightning_mixprec.storage`), how an optimizer steps on them
-(:mod:`lightning_mixprec.borrow`), what state dicts pass through (:mod:`lightning_mixprec.state_hooks`), when to step, scale or skip (:mod:`lightning_mixprec.precision`), and which parameter
-is 16-bit (:mod:`lightning_mixprec.policy`).
+(:mod:`lightning_mixprec.borrow`), what state dicts pass through (:mod:`lightning_mixprec.state_hooks`), when to step,
+scale or skip (:mod:`lightning_mixprec.precision`), and which parameter is 16-bit (:mod:`lightning_mixprec.policy`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.borrow import Borrower, exchange
 from lightning_mixprec.given import HALF as _HALF
-from lightning_mixprec.given import Given, is_script
+from lightning_mixprec.given import Given
 from lightning_mixprec.gradients import multiply_gradients
+from lightning_mixprec.opaque import is_script
 from lightning_mixprec.state_hooks import StateHooks, set_fp32_
 from lightning_mixprec.storage import Bucket, Masters
 

@@ -268,7 +268,9 @@ class PrecisionPolicy:
                 parameters[full] = parameter.dtype
             else:
                 parameters[full] = compute
-            if double and not script and compute != torch.float32 and parameter.requires_grad and id(parameter) not in wide:
+            if script:
+                continue
+            if double and compute != torch.float32 and parameter.requires_grad and id(parameter) not in wide:
                 raise ValueError(
                     f"Parameter {full!r} is {parameter.dtype}, which has no counterpart in {self.compute}. Convert it "
                     f"to float32, or keep it: PrecisionPolicy({self.compute!r}, fp32=[{full!r}])."

@@ -3,8 +3,8 @@
 Why it exists: checkpoints, exports and users' code read and write the state dict of the model or of any part of it, and
 all of them have to meet the fp32 values. torch has hooks for that, on each module that owns tensors.
 
-Copies and pickles take the hooks along. They hold fp32 parameters that nothing stands behind, so the hooks of a copy are
-told the values once, when it is made, and know nothing of the masters.
+Copies and pickles take the hooks along. A copy holds fp32 parameters that nothing stands behind: its hooks are told the
+values once, when it is made, and know nothing of the masters.
 
 What it leaves out: the values (:mod:`lightning_mixprec.master`).
 """
@@ -18,13 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_mixprec.given import Given, is_script
+from lightning_mixprec.given import Given
+from lightning_mixprec.opaque import visible_modules
 
 
 class Values(Protocol):
     """Where the fp32 values are: :class:`~lightning_mixprec.master.MasterWeights`."""
 
-    def __contains__(self, param: object) -> bool: ...  # noqa: D105
+    def __contains__(self, param: object) -> bool: ...
     def peek(self, param: nn.Parameter) -> Tensor: ...  # noqa: D102
     def write(self, param: nn.Parameter, value: Tensor) -> None: ...  # noqa: D102
 
@@ -109,9 +110,8 @@ def leftovers(model: nn.Module) -> Iterator[StateHooks]:
         >>> list(leftovers(nn.Linear(1, 1)))
         []
     """
-    for module in model.modules():
-        if not is_script(module):
-            yield from dict.fromkeys(hooks for hooks, _, _ in _registered(module))
+    for _, module in visible_modules(model):
+        yield from dict.fromkeys(hooks for hooks, _, _ in _registered(module))
 
 
 def remove_leftovers_(model: nn.Module) -> None:
@@ -120,11 +120,10 @@ def remove_leftovers_(model: nn.Module) -> None:
     Example:
         >>> remove_leftovers_(nn.Linear(1, 1))
     """
-    for module in model.modules():
-        if not is_script(module):
-            for hooks, held, key in list(_registered(module)):
-                hooks.restore_()
-                del held[key]
+    for _, module in visible_modules(model):
+        for hooks, held, key in list(_registered(module)):
+            hooks.restore_()
+            del held[key]
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[StateHooks, dict[int, Any], int]]:

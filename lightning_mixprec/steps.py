@@ -25,7 +25,7 @@ from lightning_mixprec.buffers import BufferGuard
 from lightning_mixprec.guests import Once
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
-from lightning_mixprec.questions import report, user_code_sees_gradients
+from lightning_mixprec.questions import refuse_true_half, report, user_code_sees_gradients
 from lightning_mixprec.scaler import DynamicLossScaler
 
 
@@ -142,6 +142,9 @@ class Steps:
             self._outcome.advances = False
             self._uncount()
             return result
+
+        if not ledger.has_masters:
+            refuse_true_half(model, params)  # unfrozen since
 
         def step() -> Any:
             return optimizer.step(closure=Once(optimizer, result), **step_arguments)
