@@ -206,7 +206,9 @@ def swap_layers_(
     classes: dict[str, type[SwappedLayer]] = {"fp32": fp32, "norm": NormLayer}
     for name, layer in model.named_modules(remove_duplicate=False):
         kind = classes.get(kinds.get(name, "compute"))
-        if kind is not None and type(layer).forward is not nn.Module.forward:  # a ModuleList is never called
+        # Unlike a ModuleList. TorchScript, which `swap_` refuses, does not even say.
+        called = isinstance(layer, torch.jit.ScriptModule) or type(layer).forward is not nn.Module.forward
+        if kind is not None and called:
             if not isinstance(layer, kind):
                 restore_(layer, below=False)
             swap_(layer, kind, device_type, compute)
