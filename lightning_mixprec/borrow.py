@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_mixprec.bucket_state import BucketState
+from lightning_mixprec.bucket_state import BucketState, widen
 from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.probe import classify, without_step_hooks
 from lightning_mixprec.scratch import Scratch, gather_gradients
 from lightning_mixprec.storage import Bucket, Masters
 
-_HALF = (torch.float16, torch.bfloat16)
 # fp32 values in one call. Calls cost time of their own, but what a flat step has gathered should still be in the cache
 # when the optimizer comes to it, and what that has written when it is rounded.
 _CALL_ELEMENTS = 2**22
@@ -90,8 +89,7 @@ class Borrower:
         self._layouts: dict[int, _Layout] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # stand-in -> parameter, while a window is open
         _refuse_foreign_state(optimizer)
-        for state in optimizer.state.values():  # made from 16-bit parameters, by an optimizer that was made in mid-fit
-            state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in _HALF})
+        widen(optimizer.state.values())  # made from 16-bit parameters, by an optimizer that was made in mid-fit
         way, reason = classify(optimizer)
         self.way: str = "kernel" if way == "flat" and has_fused_kernel(optimizer) else way
         if way == "whole" and masters != "fp32":
@@ -375,6 +373,7 @@ class Borrower:
         for param, stand_in in stand_ins.items():
             self._replaced[stand_in] = param
             if param in state:
+                widen([state[param]])
                 state[stand_in] = state.pop(param)
 
     def _put_back(self, stand_ins: Iterable[nn.Parameter] | None = None) -> None:

@@ -9,7 +9,7 @@ What it leaves out: stepping (:mod:`lightning_mixprec.borrow`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class BucketState:
         filled = [part for part in parts if part]
         if not filled:
             return {}
+        widen(filled)
         keys = filled[0].keys()
         if len(filled) < len(parts) or any(part.keys() != keys for part in filled):
             return None
@@ -120,6 +121,14 @@ class BucketState:
             else:
                 return None
         return flat
+
+
+def widen(states: Iterable[dict[str, Any]]) -> None:
+    """Make 16-bit tensors in them fp32: made by the user from 16-bit parameters, as by ``torch.zeros_like(param)``."""
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+                state[key] = value.float()
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -122,6 +122,7 @@ class MasterWeightAveraging(WeightAveraging):
         self._keeps_snapshots = False
         self._real_steps = 0
         self._raw: Averages = {}  # the weights, while the average is in their place
+        self._validates = False  # a validation of the fit has put it there
 
     @property
     def averages(self) -> Averages:
@@ -175,7 +176,7 @@ class MasterWeightAveraging(WeightAveraging):
 
     @torch.no_grad()
     def _update(self, pl_module: LightningModule) -> None:
-        weights = {name: self._place(w, w) for name, w in _trained_weights(pl_module, self.averages)}
+        weights = {name: _widened(self._place(w, w)) for name, w in _trained_weights(pl_module, self.averages)}
         for profile, averages in zip(self.profiles.values(), self.profile_averages.values(), strict=True):
             own = [self._average_of(averages, name, weight) for name, weight in weights.items()]
             if self.avg_fn is None:
@@ -204,50 +205,53 @@ class MasterWeightAveraging(WeightAveraging):
             >>> with ema.averaged_weights(L.LightningModule()):  # before a fit there is nothing to put in place
             ...     pass
         """
-        if self._raw or not self.averages:
+        if not self._put_in_place(pl_module):  # nothing is there, or it is in place already
             yield
             return
-        self._swap(pl_module)
         try:
             yield
         finally:
-            self._swap(pl_module)
+            self._put_back(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """During fit, validate with the average."""
-        if self.averages and trainer.state.fn == "fit":
-            self._swap(pl_module)
+        if trainer.state.fn == "fit":
+            self._validates = self._put_in_place(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
-        if self._raw:
-            self._swap(pl_module)
+        """Put the weights back, unless `averaged_weights` is around the validation."""
+        if self._validates:
+            self._put_back(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the weights back if validation was interrupted."""
-        if self._raw:
-            self._swap(pl_module)
+        if self._validates:
+            self._put_back(pl_module)
 
     @torch.no_grad()
-    def _swap(self, pl_module: LightningModule) -> None:
-        """Put the average in place of the weights, or back. Both stay fp32; the 16-bit parameters are roundings."""
-        masters = _masters(pl_module)
-        if not self._raw:
-            self._raw = {name: weight.clone() for name, weight in _trained_weights(pl_module, self.averages)}
-            values = self.averages
-        else:
-            values, self._raw = self._raw, {}
-            reshard_(pl_module)
-        for name, param in pl_module.named_parameters():
-            if name in values:
-                if masters is not None:
-                    masters.write(param, values[name])
-                else:
-                    param.copy_(values[name])
+    def _put_in_place(self, pl_module: LightningModule) -> bool:
+        """Put the average in place of the weights; whether it has. Both stay fp32, 16-bit parameters are roundings."""
+        if self._raw or not self.averages:
+            return False
+        self._raw = {name: weight.clone() for name, weight in _trained_weights(pl_module, self.averages)}
+        _write(pl_module, self.averages)
+        return True
+
+    @torch.no_grad()
+    def _put_back(self, pl_module: LightningModule) -> None:
+        raw, self._raw, self._validates = self._raw, {}, False
+        reshard_(pl_module)
+        _write(pl_module, raw)
+
+    def _from_stock(self, pl_module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint of stock ``WeightAveraging`` as one of ours: its ``state_dict`` is the average."""
+        pl_module.load_state_dict(checkpoint["current_model_state"])  # in place of the average, loaded before this
+        self.n_averaged = int(checkpoint["averaging_state"].get("n_averaged", 0))
+        return {**checkpoint, "averaged_state_dict": checkpoint["state_dict"]}
 
     def _average_of(self, averages: Averages, name: str, weight: Tensor) -> Tensor:
         if name not in averages:  # at the start, or unfrozen since
-            averages[name] = self._place(weight, weight).clone()
+            averages[name] = _widened(self._place(weight, weight)).clone()
         return averages[name]
 
     def _place(self, tensor: Tensor, weight: Tensor) -> Tensor:
@@ -259,7 +263,7 @@ class MasterWeightAveraging(WeightAveraging):
         return {"n_averaged": self.n_averaged, **where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the number of updates; a stock average's state has none and counts from its own average."""
+        """Take over the number of updates."""
         if not self._starts_anew:
             self.n_averaged = state_dict.get("n_averaged", 0)
             self._continued = Path(state_dict["snapshot_dir"]) if "snapshot_dir" in state_dict else None
@@ -270,6 +274,12 @@ class MasterWeightAveraging(WeightAveraging):
         With ``profiles``, ``"averaged_state_dicts"`` holds trained parameters by the name of each profile (tensors of
         the first are stored once), and ``"averaged_profiles"`` says what they are.
         """
+        if not self.averages:
+            rank_zero_warn(
+                "There are no averages here, so the checkpoint has none. After a fit in processes that were forked or "
+                "spawned they have ended with these: save during fit, or launch with strategy='ddp'."
+            )
+            return
         held = checkpoint["state_dict"]
         first: dict[int, str] = {}  # a tied parameter has its average under the first of its names
         named = pl_module.named_parameters(remove_duplicate=False)
@@ -293,6 +303,8 @@ class MasterWeightAveraging(WeightAveraging):
             MisconfigurationException: If it has some of these profiles and not others, which would then start in the
                 middle of training, unlike their neighbours.
         """
+        if "current_model_state" in checkpoint and "averaging_state" in checkpoint:
+            checkpoint = self._from_stock(pl_module, checkpoint)
         saved = checkpoint.get("averaged_profiles", {})
         sources = checkpoint.get("averaged_state_dicts", {})
         ours = describe(self.profiles)
@@ -314,8 +326,23 @@ class MasterWeightAveraging(WeightAveraging):
             if (param.requires_grad if averaged is None else name in averaged)
         }
         for profile, averages in self.profile_averages.items():
-            values = {name: value.float() for name, value in sources.get(profile, {}).items() if name in trained}
+            values = {name: _widened(value) for name, value in sources.get(profile, {}).items() if name in trained}
             averages |= {name: shard_like(value, trained[name]).clone() for name, value in values.items()}
+
+
+def _widened(value: Tensor) -> Tensor:
+    """Fp32 in place of 16 bits, in which an average would not move; anything else as it is."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _write(pl_module: LightningModule, values: Averages) -> None:
+    masters = _masters(pl_module)
+    for name, param in pl_module.named_parameters():
+        if name in values:
+            if masters is not None:
+                masters.write(param, values[name])
+            else:
+                param.copy_(values[name])
 
 
 def _whole(averages: Averages) -> Averages:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from lightning_mixprec.bucket_state import BucketState
+from lightning_mixprec.bucket_state import BucketState, widen
 from lightning_mixprec.scratch import Scratch, gather_gradients
 from lightning_mixprec.storage import Bucket
 
@@ -91,7 +91,9 @@ class FusedAdam:
                 "Adam with fused=True takes no sparse gradients. Use torch.optim.SparseAdam for these parameters, or "
                 "make their gradients dense, as nn.Embedding(sparse=False) does."
             )
-        _fused_adam(group, list(values), grads, [self._state[param] for param in params], self._skip)
+        states = [self._state[param] for param in params]
+        widen(states)
+        _fused_adam(group, list(values), grads, states, self._skip)
 
 
 def _fused_adam(

@@ -37,6 +37,8 @@ class GradientLedger:
         device: Where flags live.
         accumulate_in_fp32: Widen 16-bit gradients before more is added to them. Not while a DDP reducer reads them.
         reduction: What sums and averages gradients under DDP, in place of ``accumulate_in_fp32``.
+        refuse_bare_steps: Without masters, refuse steps that do not come through here: gradients are scaled, or only
+            all ranks together know whether to skip. (With masters, 16-bit weights would be stepped: always refused.)
         keep_gradients: Leave gradients in place after a step, as plain PyTorch does, until the user clears them (manual
             optimization). Otherwise they are dropped, which saves their memory until the next backward.
 
@@ -70,6 +72,7 @@ class GradientLedger:
         *,
         accumulate_in_fp32: bool = True,
         reduction: GradientReduction | None = None,
+        refuse_bare_steps: bool = False,
         keep_gradients: bool = False,
     ) -> None:
         self.optimizers = list(optimizers)
@@ -87,8 +90,34 @@ class GradientLedger:
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
         self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
         self._pending: set[Optimizer] = set()  # gradients made by backward that no step has used or skipped
+        self._covered: set[Optimizer] = set()  # of these, those whose backward another has stepped or skipped for
+        self._window: set[int] = set()  # batches whose gradients are pending
         self._scaled: set[nn.Parameter] = set()  # whose gradient carries the loss scale, if that is not 1 for ever
         self._stepped = self._skipped = False  # in this batch, any optimizer
+        self._inside = False  # a step
+        self._handles: list[Any] = []
+        if masters is None and refuse_bare_steps:
+            self._handles = [optimizer.register_step_pre_hook(self._refuse_bare_step) for optimizer in optimizers]
+
+    def close(self) -> None:
+        """Leave the optimizers as found."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _refuse_bare_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # Without gradients of a backward it is torch itself: it makes optimizer state by a step before it loads some.
+        if not self._inside and optimizer in self._pending:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called past Lightning, so its gradients carry the loss scale "
+                "and nobody has looked whether they are finite on all ranks. Step what `self.optimizers()` returns, "
+                "not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
+            )
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on with other optimizers, between two steps."""
+        for optimizer in optimizers:
+            self.consecutive_skips.setdefault(optimizer, 0)
+        self.optimizers = list(optimizers)
 
     @property
     def has_masters(self) -> bool:
@@ -102,12 +131,31 @@ class GradientLedger:
 
     # Backward
 
+    @property
+    def in_window(self) -> bool:
+        """Whether this batch has made gradients that are pending."""
+        return self.batches in self._window
+
+    @property
+    def window_is_older(self) -> bool:
+        """Whether an earlier batch has."""
+        return bool(self._window - {self.batches})
+
     @torch.no_grad()
-    def before_backward(self) -> None:
-        """Make what is there fit to be added to: scaled as the new gradients will be, and wide (or narrow) enough."""
+    def before_backward(self) -> list[Optimizer]:
+        """Make what is there fit to be added to: scaled as the new gradients will be, and wide (or narrow) enough.
+
+        Returns:
+            Optimizers whose last gradients were not finite and are gone without a step or a skip, by the user's own
+            guard: as good as skipped, and counted so, or the scale would never shrink.
+        """
+        cleared = []
         for optimizer in self.optimizers:
             params = _with_gradients(optimizer)
             if not params:  # cleared since: a new window
+                if self.dropped_by_user(optimizer):
+                    cleared.append(optimizer)
+                    self.skip(optimizer)
                 self._found.pop(optimizer, None)
                 self._pending.discard(optimizer)
                 continue
@@ -124,8 +172,22 @@ class GradientLedger:
                     self._masters.accumulate_in_fp32(params)
                 else:
                     self._masters.narrow_gradients(params)
+        if not self._pending:
+            self._window.clear()
         if self._reduction is not None:
             self._reduction.put_aside()
+        return cleared
+
+    def dropped_by_user(self, optimizer: Optimizer) -> bool:
+        """Whether gradients of ``optimizer`` were not finite, and are gone without a step or a skip that knows of them.
+
+        Waits for the device, where gradients are gone at all. What DDP has averaged is the same on all ranks; shards
+        are not, and there all ranks come here.
+        """
+        found = self._found.get(optimizer)
+        if found is None or optimizer not in self._pending or optimizer in self._covered:
+            return False
+        return bool(_over_ranks(found.clone()) if self._masters is None else found)
 
     def after_backward(self) -> None:
         """Note non-finite gradients, before anybody can hide them."""
@@ -136,6 +198,8 @@ class GradientLedger:
             params = _with_gradients(optimizer)
             if params:
                 self._pending.add(optimizer)
+                self._covered.discard(optimizer)
+                self._window.add(self.batches)
                 if not self.scaler.is_identity:
                     self._scaled.update(params)
                 self.note(optimizer)
@@ -154,20 +218,18 @@ class GradientLedger:
         """Whether there is anything for ``optimizer`` to step with."""
         return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
-    def idle(self, optimizer: Optimizer) -> bool:
-        """Whether there is nothing for ``optimizer`` to step with, on any rank.
+    def guarded(self, optimizer: Optimizer) -> bool:
+        """Whether there is nothing for ``optimizer`` to step with because the user has dropped what was not finite.
 
         Raises:
-            RuntimeError: If there is on other ranks.
+            RuntimeError: If there is something on other ranks.
         """
-        if self.has_gradients(optimizer):
+        if self.has_gradients(optimizer) or optimizer not in self._pending:
             return False
         # DDP's backward leaves gradients on all ranks or on none, so it takes a rank that has cleared its own since for
         # them to differ here. A rank that has made none must not ask: another that is still in its backward would take
         # the question for a gradient. That one is found out by the number of its batch, in its next step.
-        if optimizer in self._pending and _several_ranks():
-            self.overflowed(optimizer)
-        return True
+        return self.overflowed(optimizer) if _several_ranks() else self.dropped_by_user(optimizer)
 
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether any rank has noted a non-finite gradient of ``optimizer``. Waits for the device.
@@ -284,7 +346,11 @@ class GradientLedger:
                 inverse_scale = self.scaler.inverse_scale()  # bucket by bucket
             else:
                 self.unscale(optimizer)
-        output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale, skip)
+        self._inside = True
+        try:
+            output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale, skip)
+        finally:
+            self._inside = False
         if skip is None:
             self._took(optimizer)
         return output
@@ -359,6 +425,9 @@ class GradientLedger:
         self._found.pop(optimizer, None)
         self._known.pop(optimizer, None)
         self._pending.discard(optimizer)
+        self._covered = set(self._pending)
+        if not self._pending:
+            self._window.clear()
 
 
 def _several_ranks() -> bool:

@@ -23,6 +23,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -49,6 +52,7 @@ from lightning_mixprec.questions import (
     refuse_optimizers,
     refuse_sharding,
     refuse_strategy,
+    warn_of_gradient_hooks,
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -73,8 +77,9 @@ class MasterWeightPrecision(Precision):
     tensors with fp32 masters behind them; ``state_dict``, checkpoints, the gradients that hooks see and the module
     after ``fit`` are fp32. Runs on one device, under DDP and FSDP2 (:func:`lightning_mixprec.sharding.shard_`), in
     automatic and manual optimization, with any number of optimizers. In automatic optimization gradients are dropped
-    after the step, which saves their memory. As in stock Lightning, the last, incomplete accumulation window of an
-    epoch is divided by ``accumulate_grad_batches`` like the others, so its update is smaller.
+    after the step, which saves their memory (not where the module overrides ``optimizer_zero_grad``). As in stock
+    Lightning, the last, incomplete accumulation window of an epoch is divided by ``accumulate_grad_batches`` like the
+    others, so its update is smaller.
 
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``,
@@ -155,6 +160,7 @@ class MasterWeightPrecision(Precision):
         self._manual: ManualGuards | None = None  # in manual optimization
         self._answers: Answers | None = None
         self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
+        self._left_over: dict[str, Tensor] = {}  # the same, of a fit that was interrupted
         self._conversion: Conversion | None = None
         self._reduction: GradientReduction | None = None  # under DDP
         self._fp32_layers: list[str] = []  # of the last fit
@@ -233,6 +239,8 @@ class MasterWeightPrecision(Precision):
         refuse_comm_hook(trainer.strategy, self.reduce_dtype)
         fitting = trainer.state.fn == "fit"
         self._partial = {}
+        if fitting:
+            self._left_over = {}
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
             self._fp32_layers = []
@@ -292,7 +300,8 @@ class MasterWeightPrecision(Precision):
             self._device,
             accumulate_in_fp32=not ddp,
             reduction=self._reduction,
-            keep_gradients=not module.automatic_optimization,
+            refuse_bare_steps=is_sharded(module) or not self.scaler.is_identity,
+            keep_gradients=not module.automatic_optimization or is_overridden("optimizer_zero_grad", module),
         )
         self._steps = Steps(
             module, self._ledger, self.scaler, self._answers, self._outcome, counts_skips=self.count_skipped_steps
@@ -301,6 +310,8 @@ class MasterWeightPrecision(Precision):
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
+        if not self.scaler.is_identity:
+            warn_of_gradient_hooks(module)
         if not module.automatic_optimization:
             schedulers = [config.scheduler for config in lr_schedulers]
             refuse = ddp or not self.scaler.is_identity
@@ -311,6 +322,13 @@ class MasterWeightPrecision(Precision):
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self._module is not None and self._ledger is not None:
             self._ledger.end_batch()  # of steps made after the last `training_step`
+            self._ledger.close()
+            trainer: Any = self._module.trainer
+            if trainer.state.fn == "fit":  # for a checkpoint that is saved afterwards
+                # Manual loops leave gradients behind that no window will ever use.
+                unfinished = self._manual is None or trainer.state.status == TrainerStatus.INTERRUPTED
+                self._left_over = self._partial_gradients(self._ledger, self._module) if unfinished else {}
+                self._rounding = {} if self.master_weights is None else self.master_weights.state_dict()
         module, self._module = self._module, None
         self._ledger = self._steps = self._reduction = self._fp8_advice = None
         if self._answers is not None:
@@ -321,8 +339,6 @@ class MasterWeightPrecision(Precision):
             self._manual = None
         if module is None or self._conversion is None:
             return
-        if self._conversion.masters is not None:
-            self._rounding = self._conversion.masters.state_dict()  # for a checkpoint that is saved after fit
         self._fp32_layers = self._conversion.fp32_layers
         self._conversion.restore_()
 
@@ -359,6 +375,10 @@ class MasterWeightPrecision(Precision):
                 yield
             return
         self._end_batch(module)  # of steps made outside of `training_step`
+        if len(ledger.optimizers) != len(module.trainer.optimizers) or any(
+            one is not other for one, other in zip(ledger.optimizers, module.trainer.optimizers, strict=True)
+        ):
+            ledger.follow(module.trainer.optimizers)  # made anew
         steps.begin_batch()
         synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         if self._partial:
@@ -400,7 +420,8 @@ class MasterWeightPrecision(Precision):
         assert self._ledger is not None
         assert self._steps is not None
         self._steps.note_loss(tensor)
-        self._ledger.before_backward()
+        for optimizer in self._ledger.before_backward():
+            self._steps.skipped_by_user(optimizer)
         if self._manual is not None:
             self._manual.before_backward(self._ledger.batches, module.trainer.strategy.model)
         with self._no_autocast():
@@ -408,6 +429,9 @@ class MasterWeightPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Backward, never under autocast."""
+        own = not self.scaler.is_identity and tensor.requires_grad and is_overridden("backward", model)
+        passed: list[Tensor] = []
+        handle = tensor.register_hook(passed.append) if own else None
         if self._manual is not None:
             self._manual.in_backward = True
         try:
@@ -416,6 +440,14 @@ class MasterWeightPrecision(Precision):
         finally:
             if self._manual is not None:
                 self._manual.in_backward = False
+            if handle is not None:
+                handle.remove()
+        if own and not passed and any(param.grad is not None for param in model.parameters()):
+            raise MisconfigurationException(
+                f"{type(model).__name__}.backward(loss) sent something else backward than the loss it was given, so "
+                "its gradients lack the loss scale that the step divides by. Send what it is given, or use "
+                "MasterWeightPrecision('bf16'), which scales nothing."
+            )
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
@@ -426,13 +458,14 @@ class MasterWeightPrecision(Precision):
         self._ledger.after_backward()
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
+            if self._manual is not None and not self.scaler.is_identity:
+                # What the user clips or edits from here on are true gradients; the hook above sees them as they came.
+                for optimizer in self._ledger.optimizers:
+                    self._ledger.unscale(optimizer)
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
-        """Clip true gradients: in manual optimization they are unscaled here first.
-
-        Lightning comes here in every step, with 0 where nothing is to be clipped.
-        """
+        """Clip true gradients. Lightning comes here in every step, with 0 where nothing is to be clipped."""
         if self._ledger is not None and clip_val > 0:
             self._ledger.unscale(getattr(optimizer, "_optimizer", optimizer))
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
@@ -484,12 +517,30 @@ class MasterWeightPrecision(Precision):
             state["rounding"] = rounding
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
-        if self._ledger is not None and self._ledger.window_open and self._module is not None:
-            partial = self._ledger.true_gradients(self._module.named_parameters())
-            if isinstance(self._module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
-                partial = mean_over_ranks(partial, self._module.named_parameters(), self._device)
+        partial = self._left_over
+        if self._ledger is not None and self._module is not None:
+            partial = self._partial_gradients(self._ledger, self._module)
+        if partial:
             state["partial_gradients"] = partial
         return state
+
+    def _partial_gradients(self, ledger: GradientLedger, module: LightningModule) -> dict[str, Tensor]:
+        """True gradients, by name, of the batches of an accumulation window that a resumed run will not run again."""
+        if not ledger.window_open:
+            return {}
+        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress.current
+        if ledger.in_window and batches.ready > batches.processed:  # Lightning will start from this batch
+            if not ledger.window_is_older:
+                return {}
+            log.warning(
+                "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
+                "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
+                module.trainer.fit_loop.epoch_loop.batch_idx,
+            )
+        partial = ledger.true_gradients(module.named_parameters())
+        if isinstance(module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
+            partial = mean_over_ranks(partial, module.named_parameters(), self._device)
+        return partial
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
@@ -504,9 +555,24 @@ class MasterWeightPrecision(Precision):
             self._answers.move_to_fp32(state_dict["fp32_layers"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the GradScaler state of a stock checkpoint; say so where a checkpoint has neither."""
+        """Take over what stock Lightning calls by other names, and say so where there is nothing to be taken over."""
+        module = self._module
+        if "current_model_state" in checkpoint and module is not None:
+            callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+            if not any(getattr(callback, "averages_master_weights", False) for callback in callbacks):
+                module.load_state_dict(checkpoint["current_model_state"])
+                log.warning(
+                    "The checkpoint's state_dict is an average (of WeightAveraging); training goes on from the raw "
+                    "weights beside it. Add MasterWeightAveraging() to go on with the average, too."
+                )
         if type(self).__qualname__ in checkpoint:
             return
+        ours = {"scale", "real_steps", "skipped_steps"}
+        for name, state in checkpoint.items():  # of a plugin of this kind with another name: a subclass, or its base
+            if isinstance(state, dict) and ours <= state.keys():
+                self.load_state_dict(state)
+                log.info("Loss scale and step counts taken over from the checkpoint's %s.", name)
+                return
         stock = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
         if stock and not self.scaler.is_identity:
             self.scaler.load_state_dict(stock)

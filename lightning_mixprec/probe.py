@@ -43,6 +43,10 @@ def classify(optimizer: Optimizer) -> tuple[Way, str]:
                     ways.append(_classify_group(optimizer, index))
             except Exception as error:  # whatever an optimizer dislikes about being tried, it is its own business
                 ways.append(("whole", f"it could not be tried on small tensors ({type(error).__name__}: {error})"))
+    if len(ways) > 1 and not type(optimizer).__module__.startswith("torch.optim.") and ways[0][0] != "whole":
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            if _looks_across_groups(optimizer):
+                ways.append(("whole", "a step on one parameter group depends on the others"))
     order = ["flat", "shaped", "whole"]
     return max(ways, key=lambda way: order.index(way[0]), default=("flat", ""))
 
@@ -91,12 +95,7 @@ def _try(
         The tensors after all steps, and the group's settings before and after.
     """
     group = optimizer.param_groups[index]
-    clone = object.__new__(type(optimizer))
-    hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.startswith("_optimizer_") and k.endswith("_hooks")}
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in hooks and k not in _BOOKKEEPING}
-    clone.__dict__.update(deepcopy(attributes, _tensors_in(optimizer)), **hooks)
-    clone.defaults = deepcopy(optimizer.defaults)
-    clone.state = defaultdict(dict)
+    clone = _copy_of(optimizer)
     before = _own_state(clone)
     settings = deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
     params = [[nn.Parameter(tensor.clone()) for tensor in call] for call in calls]
@@ -121,6 +120,51 @@ def _try(
     after = {key: value for key, value in one_group.items() if key != "params"}
     tensors = [[param.data for param in call] for call in params]
     return tensors, {**before, **_plain(settings)}, {**_own_state(clone), **_plain(after)}
+
+
+def _looks_across_groups(optimizer: Optimizer) -> bool:
+    """Whether stepping all groups in one call differs from stepping one after the other, at rates of their own.
+
+    Such as by lists of its own beside ``param_groups``, or by the rate of the first group for all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    start = [torch.randn([3] * group["params"][0].dim(), generator=generator) for group in groups]
+    grads = [[torch.randn(weight.shape, generator=generator) for weight in start] for _ in range(3)]
+    results = []
+    for in_one_call in (True, False):
+        clone = _copy_of(optimizer)
+        copies: list[dict[str, Any]] = []
+        for index, (group, weight) in enumerate(zip(groups, start, strict=True)):
+            settings = deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
+            if isinstance(settings.get("lr"), float):
+                settings["lr"] *= 1 + index
+            param = nn.Parameter(weight.clone())
+            _copy_constructor_state(optimizer.state.get(group["params"][0], {}), group["params"][0], param, clone.state)
+            copies.append({**settings, "params": [param]})
+        try:
+            with without_step_hooks(clone):
+                for step in grads:
+                    for copy, grad in zip(copies, step, strict=True):
+                        copy["params"][0].grad = grad.clone()
+                    for call in [copies] if in_one_call else [[copy] for copy in copies]:
+                        clone.param_groups = call
+                        clone.step()
+        except Exception:  # a group by itself is not enough for it
+            return True
+        results.append([copy["params"][0].data for copy in copies])
+    return not _same(results[:1], results[1:])
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """A copy without parameters, state and hooks."""
+    clone = object.__new__(type(optimizer))
+    hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.startswith("_optimizer_") and k.endswith("_hooks")}
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in hooks and k not in _BOOKKEEPING}
+    clone.__dict__.update(deepcopy(attributes, _tensors_in(optimizer)), **hooks)
+    clone.defaults = deepcopy(optimizer.defaults)
+    clone.state = defaultdict(dict)
+    return clone
 
 
 # Attributes of every optimizer of torch, and what its schedulers leave there.

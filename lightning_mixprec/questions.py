@@ -118,6 +118,14 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], compute: str) -> None:
 
 def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
     """Refuse stock averages of 16-bit weights, and warn of those kept in the module."""
+    averaging = [callback for callback in callbacks if getattr(callback, "averages_master_weights", False)]
+    if len(averaging) > 1:
+        names = " and ".join(type(callback).__name__ for callback in averaging)
+        raise MisconfigurationException(
+            f"{names} would both put their average in place of the weights, and each would take the other's for the "
+            "weights. One MasterWeightAveraging keeps several: MasterWeightAveraging(profiles={'short': "
+            "ConstantDecay(0.99), 'long': ConstantDecay(0.9999)})."
+        )
     for callback in callbacks:
         stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
         if stock and not getattr(callback, "averages_master_weights", False):
@@ -125,6 +133,12 @@ def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
                 f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
                 "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
             )
+    light = [type(callback).__name__ for callback in callbacks if getattr(callback, "save_weights_only", False)]
+    if averaging and light:
+        rank_zero_warn(
+            f"{light[0]}(save_weights_only=True) saves the raw weights alone: Lightning asks no callback for such a "
+            "file, so the average that is validated is not in it. Use save_weights_only=False."
+        )
     for name, each in module.named_modules():
         if isinstance(each, AveragedModel):
             log.warning(
@@ -144,6 +158,21 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
             yield from called_directly(child)
         elif next(child.parameters(), None) is not None and "forward" not in child.__dict__:
             yield child
+
+
+def warn_of_gradient_hooks(module: nn.Module) -> None:
+    """Warn of hooks on parameters' gradients, which see them times the loss scale."""
+    hooked = [
+        name
+        for name, param in module.named_parameters()
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        rank_zero_warn(
+            f"{len(hooked)} parameters have gradient hooks ({', '.join(hooked[:3])}{', ...' * (len(hooked) > 3)}), "
+            "which see 16-bit gradients times the loss scale: a clamp or a threshold there means another size than in "
+            "fp32. Clip in `configure_gradient_clipping` or `on_before_optimizer_step`, where gradients are true."
+        )
 
 
 def user_code_sees_gradients(model: LightningModule) -> bool:

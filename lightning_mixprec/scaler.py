@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -85,18 +86,20 @@ class DynamicLossScaler:
     ) -> None:
         numbers = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
         for name, value in {**numbers, "min_scale": min_scale, "max_scale": max_scale}.items():
-            _check(name, value, isinstance(value, (int, float)), "a number")
+            _check(name, value, isinstance(value, Real) and not isinstance(value, bool), "a number")
         counts = {"growth_interval": growth_interval, "hysteresis": hysteresis}
         for name, value in {**counts, "max_consecutive_skips": max_consecutive_skips}.items():
-            _check(name, value, isinstance(value, int) and value >= 1, "a whole number, at least 1")
-        _check("init_scale", init_scale, 0 < init_scale < math.inf, "a positive finite number, such as 2**15")
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            _check(name, value, whole and value >= 1, "a whole number, at least 1")
+        in_fp32 = "a positive number that fp32 holds, and its inverse: from 2**-126 to 2**126, such as 2**15"
+        _check("init_scale", init_scale, 2.0**-126 <= init_scale <= 2.0**126, in_fp32)
         _check(
             "growth_factor", growth_factor, 1 <= growth_factor < math.inf, "at least 1 (1 keeps the scale from growing)"
         )
         _check(
             "backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "in (0, 1] (1 keeps the scale from shrinking)"
         )
-        _check("min_scale", min_scale, 0 < min_scale < math.inf, "a positive finite number, such as 2**-14")
+        _check("min_scale", min_scale, 2.0**-126 <= min_scale < math.inf, "at least 2**-126, such as 2**-14")
         _check(
             "max_scale",
             max_scale,
@@ -126,6 +129,7 @@ class DynamicLossScaler:
         self.real_steps = torch.tensor(0, device=device)
         self.skipped_steps = torch.tensor(0, device=device)
         self.consecutive_skips = torch.tensor(0, device=device)
+        self._dynamic_scale: float | None = None  # static: the last one of a leg in which it was not
 
     @classmethod
     def static(cls, scale: float = 1.0, **kwargs: Any) -> DynamicLossScaler:
@@ -197,14 +201,20 @@ class DynamicLossScaler:
         self.hysteresis_tracker = torch.where(grow, torch.full_like(tokens, self.hysteresis), tokens.clamp(min=0))
 
     def state_dict(self) -> dict[str, float | int]:
-        """State only, as plain numbers: settings belong to the configuration, not to a checkpoint."""
-        return {name: getattr(self, name).item() for name in _STATE}
+        """State only, as plain numbers: settings belong to the configuration, not to a checkpoint.
+
+        A static scaler adds ``dynamic_scale``, the scale that a leg in another precision reached, or 0: its own 1 means
+        nothing to a scaler that moves.
+        """
+        state = {name: getattr(self, name).item() for name in _STATE}
+        return {**state, "dynamic_scale": self._dynamic_scale or 0.0} if self.is_static else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over ``state``; also that of ``torch.amp.GradScaler``, whose ``_growth_tracker`` is understood.
 
         Settings found in the state (GradScaler writes its own) do not override the configuration; a difference is
-        logged, as is a scale that this configuration does not allow.
+        logged, as is a scale that this configuration does not allow. The scale of a static scaler is not taken over by
+        one that moves, which goes on with the last that moved, or its own first one.
 
         Raises:
             ValueError: If ``state`` has no scale, or one that is not positive and finite.
@@ -221,6 +231,12 @@ class DynamicLossScaler:
                     getattr(self, name),
                     state[name],
                 )
+        static = "dynamic_scale" in state
+        if self.is_static:
+            self._dynamic_scale = float(state["dynamic_scale"]) if static else scale
+        elif static:
+            scale = float(state["dynamic_scale"]) or self.init_scale
+            log.info("Loss scaler: the scale of the checkpoint was a constant, continuing with %g.", scale)
         if self.is_static and scale != self.init_scale:
             log.warning(
                 "Loss scaler: the static scale %g of this run replaces %g of the checkpoint.", self.init_scale, scale
@@ -237,6 +253,8 @@ class DynamicLossScaler:
         values = {name: state[name] for name in _STATE if name in state}
         values.setdefault("growth_tracker", state.get("_growth_tracker", 0))
         values["scale"] = scale
+        if static and not self.is_static:
+            values.update(growth_tracker=0, hysteresis_tracker=self.hysteresis)
         values["hysteresis_tracker"] = min(int(values.get("hysteresis_tracker", self.hysteresis)), self.hysteresis)
         for name, value in values.items():
             current = getattr(self, name)

@@ -9,6 +9,7 @@ What it leaves out: gradients (:mod:`lightning_mixprec.ledger`), the layer behin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,6 +123,10 @@ class Steps:
         found = ~torch.isfinite(loss.detach()).all()
         self._nonfinite_loss = found if self._nonfinite_loss is None else self._nonfinite_loss | found
 
+    def skipped_by_user(self, optimizer: Optimizer) -> None:
+        """An earlier batch was, by the user's own guard against gradients that are not finite, without a step."""
+        self._look_into(optimizer, self._ledger.consecutive_skips[optimizer])
+
     def step_or_skip(
         self, optimizer: Any, result: Any, before_step: Callable[[], None], step_arguments: dict[str, Any]
     ) -> Any:
@@ -138,13 +143,17 @@ class Steps:
         """
         model, ledger = self._model, self._ledger
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if params and ledger.idle(optimizer):  # training_step returned None, or an idle optimizer
+        if ledger.guarded(optimizer):
+            self._skip(optimizer)
+            return result
+        if params and not ledger.has_gradients(optimizer):  # training_step returned None, or an idle optimizer
             self._outcome.advances = False
             self._uncount()
             return result
 
         if not ledger.has_masters:
             refuse_true_half(model, params)  # unfrozen since
+        _refuse_nonfinite_rates(optimizer)
 
         def step() -> Any:
             return optimizer.step(closure=Once(optimizer, result), **step_arguments)
@@ -201,22 +210,48 @@ class Steps:
     def _skip(self, optimizer: Optimizer) -> None:
         self._outcome.skipped = True
         self._outcome.optimizers.add(optimizer)
+        self._look_into(optimizer, self._ledger.consecutive_skips[optimizer] + 1)
+        self._ledger.skip(optimizer)
+        if not self._counts_skips:
+            self._outcome.advances = False
+            self._uncount()
+
+    def _look_into(self, optimizer: Optimizer, skips: int) -> None:
+        """Find out why, and whether there is any hope; the gradients are there, if nobody has dropped them.
+
+        Args:
+            optimizer: Which has skipped.
+            skips: How often in a row, this time included.
+        """
         ledger, scaler, diagnosis = self._ledger, self._scaler, self._diagnosis
-        skips = ledger.consecutive_skips[optimizer] + 1
         loss_is_finite = not ledger.agreed(self._nonfinite_loss)
         grads = {name: param.grad for name, param in self._model.named_parameters() if param.grad is not None}
         flags = [nonfinite(grad) for grad in grads.values()]
         self._outcome.gradients = (list(grads), torch.stack(flags) if flags else torch.zeros(0))
-        if skips >= scaler.max_consecutive_skips or (scaler.at_floor and not loss_is_finite):
+        lost = self._lost_weights(optimizer)
+        if lost:
+            self._hopeless = (
+                f"{len(lost)} parameters are not finite any more, which no smaller loss scale can cure: "
+                f"{', '.join(lost[:3])}{', ...' * (len(lost) > 3)}. An update made them so, by a learning rate or "
+                "another setting that is far too large, or your own code wrote them. Go back to a checkpoint from "
+                "before; the curves of PrecisionMonitor show where it began."
+            )
+        elif skips >= scaler.max_consecutive_skips or (scaler.at_floor and not loss_is_finite):
             # Written now, while the gradients are there; raised when the batch has been accounted for.
             bad = [name for name, flag in zip(grads, flags, strict=True) if flag]
             where = report(self._model, scaler, self.batch, diagnosis.watch, loss_is_finite, bad)
             self._hopeless = f"{skips} training batches in a row had non-finite gradients; {where}"
         diagnosis.after_skip(loss_is_finite=loss_is_finite, skips=skips)
-        ledger.skip(optimizer)
-        if not self._counts_skips:
-            self._outcome.advances = False
-            self._uncount()
+
+    def _lost_weights(self, optimizer: Optimizer) -> list[str]:
+        """Names of the optimizer's parameters that are not finite, on any rank."""
+        mine = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+        named = [(name, param) for name, param in self._model.named_parameters() if param in mine]
+        flags = [nonfinite(param.detach()) for _, param in named]
+        if not flags or not self._ledger.agreed(torch.stack(flags).any()):
+            return []
+        bad = [name for (name, _), flag in zip(named, torch.stack(flags).tolist(), strict=True) if flag]
+        return bad or ["on another rank"]
 
     def _uncount(self) -> None:
         """Lightning counts every call of the optimizer; `global_step` and `max_steps` mean updates that happened."""
@@ -230,3 +265,16 @@ class Steps:
         for tracker in (progress.total, progress.current):
             tracker.ready -= 1
             tracker.completed -= 1  # Lightning adds one to it when this step returns
+
+
+def _refuse_nonfinite_rates(optimizer: Any) -> None:
+    """Before an update that would leave no weight finite."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key in ("lr", "weight_decay"):
+            value = group.get(key, 0.0)
+            if isinstance(value, (int, float)) and not math.isfinite(value):
+                name = type(getattr(optimizer, "_optimizer", optimizer)).__name__
+                raise ValueError(
+                    f"{key}={value} in parameter group {index} of {name} is not finite: the step would make "
+                    "every weight NaN. Look at the schedule, or at whatever else sets it."
+                )

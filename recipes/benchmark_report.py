@@ -38,7 +38,7 @@ class Measured:
         casts: Kernels of forward and backward that only change a dtype.
         cast_bytes: Read and written by them.
         step_cast_bytes: The same for the whole step, the update included.
-        reads: Times that the host waits for the device in a step.
+        reads: Times that the host reads the device in a step, which then has nothing left to do.
         peak_bytes: Largest allocation during the timed steps; None on a CPU, which does not count.
         error: Why there is nothing else.
     """

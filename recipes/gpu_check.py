@@ -222,7 +222,11 @@ def check_skip(device: str) -> str:
 
 
 def check_synchronisations(device: str) -> str:
-    """The host waits for the device once a batch, for the decision to step or to skip."""
+    """Nothing reads the device before an update is queued.
+
+    Behind it the host waits for an event, whether it was a skip: torch's debug mode does not count that, as it costs
+    the device nothing.
+    """
     if device == "cpu":
         return "not on a CPU"
 
@@ -244,7 +248,7 @@ def check_synchronisations(device: str) -> str:
                 torch.cuda.set_sync_debug_mode("default")
         waits = [each for each in caught if "synchroniz" in str(each.message)]
         counts[name] = len(waits) / 4  # batches 4 to 7, and the end of the fit
-    assert max(counts.values()) <= 2, f"{counts} a batch"
+    assert max(counts.values()) <= 1, f"{counts} a batch"
     return ", ".join(f"{name}: {count:.2f} a batch" for name, count in counts.items())
 
 

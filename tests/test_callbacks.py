@@ -3,6 +3,9 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import HalfPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, snapshot
 from torch import nn
 
@@ -163,3 +166,116 @@ def test_average_can_be_put_in_place_for_a_while():
 def test_bad_decay_is_named(decay):
     with pytest.raises(ValueError, match=f"decay={decay}"):
         MasterWeightAveraging(decay=decay)
+
+
+# Averages in odd company
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
+def test_a_validation_inside_averaged_weights_leaves_the_weights_alone(precision):
+    """The average is in place until the context is left, and then the raw weights are."""
+    ema, module = MasterWeightAveraging(0.5), make_module()
+    trainer = make_trainer(make_plugin(precision), callbacks=ema)
+    trainer.fit(module, loader(make_batches(4)))
+    raw = snapshot(module)
+    with ema.averaged_weights(module):
+        trainer.validate(module, loader(make_batches(1)), verbose=False)
+        assert_same({name: snapshot(module)[name] for name in ema.averages}, ema.averages)
+        with ema.averaged_weights(module):
+            pass
+        assert_same({name: snapshot(module)[name] for name in ema.averages}, ema.averages)
+    assert_same(snapshot(module), raw)
+
+
+def test_two_averages_are_refused_with_the_way_to_have_both():
+    class Slow(MasterWeightAveraging):
+        pass
+
+    trainer = make_trainer(make_plugin("bf16"), callbacks=[MasterWeightAveraging(), Slow(0.9)])
+    with pytest.raises(MisconfigurationException, match=r"MasterWeightAveraging and Slow.*profiles="):
+        trainer.fit(make_module(), loader(make_batches(1)))
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_a_stock_averages_checkpoint_goes_on_from_the_raw_weights(averages, tmp_path):
+    """Stock's `state_dict` is the average, with the raw weights beside it."""
+
+    class Stock(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.raw = snapshot(pl_module)
+            trainer.save_checkpoint(tmp_path / "stock.ckpt")
+
+    class Start(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.raw = snapshot(pl_module)
+            self.averages = {name: value.clone() for name, value in ema.averages.items()}
+            self.count = ema.n_averaged
+
+    stock, start, ema = Stock(), Start(), MasterWeightAveraging(0.5)
+    make_trainer(None, callbacks=[EMAWeightAveraging(decay=0.5), stock]).fit(make_module(), loader(make_batches(4)))
+    average = torch.load(tmp_path / "stock.ckpt", weights_only=True)["state_dict"]
+    trainer = make_trainer(make_plugin("bf16"), max_epochs=2, callbacks=[start, *([ema] if averages else [])])
+    trainer.fit(make_module(seed=1), loader(make_batches(4)), ckpt_path=tmp_path / "stock.ckpt")
+    assert_same(start.raw, stock.raw)
+    if averages:
+        assert_same(start.averages, average)
+        assert start.count == 4
+        assert ema.n_averaged == 8
+
+
+def test_the_average_of_stock_half_weights_is_fp32_and_moves():
+    """T57 beside `precision="bf16-true"`."""
+
+    class Constant(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.net.weight)
+
+        def on_train_start(self):
+            nn.init.constant_(self.net.weight, 1.125)
+
+        def training_step(self, batch, _):
+            return self.net(batch.bfloat16()).float().sum() * 0
+
+    ema = MasterWeightAveraging(decay=0.999)
+    make_trainer(HalfPrecision("bf16-true"), callbacks=ema).fit(Constant(), loader([torch.ones(1, 1)] * 200))
+    assert ema.averages["net.weight"].dtype == torch.float32
+    assert abs(ema.averages["net.weight"].item() - (1.125 - 0.125 * 0.999**200)) < 1e-5
+
+
+def test_averages_of_double_weights_stay_double_over_a_resume(tmp_path):
+    class Double(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * self.scale.float()
+
+    averages = []
+    for epochs, path in ((2, None), (1, None), (2, tmp_path / "1.ckpt")):
+        torch.manual_seed(0)
+        ema = MasterWeightAveraging(0.9)
+        trainer = make_trainer(make_plugin("fp32"), max_epochs=epochs, callbacks=ema)
+        trainer.fit(Double(), loader(make_batches(3)), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        averages.append(ema.averages)
+    assert averages[0]["scale"].dtype == torch.float64
+    assert_same(averages[0], averages[2])
+
+
+def test_a_file_without_the_average_is_announced(tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer = make_trainer(make_plugin("bf16"), callbacks=[MasterWeightAveraging(), saver], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match=r"save_weights_only=True\) saves the raw weights alone"):
+        trainer.fit(make_module(), loader(make_batches(1)))
+
+
+def test_no_average_is_written_where_there_is_none(tmp_path):
+    trainer = make_trainer(make_plugin("bf16"))
+    trainer.fit(make_module(), loader(make_batches(1)))
+    trainer.callbacks.append(MasterWeightAveraging())
+    with pytest.warns(UserWarning, match="There are no averages here"):
+        trainer.save_checkpoint(tmp_path / "none.ckpt")
+    assert "averaged_state_dict" not in torch.load(tmp_path / "none.ckpt", weights_only=True)

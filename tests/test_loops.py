@@ -691,7 +691,6 @@ def test_patience_can_outlast_four_hundred_overflows():
     ("fault", "named"),
     [
         ("batch", r"the batch, at \[0\]"),
-        ("parameter", r"parameter 'net.proj.bias'"),
         ("activation", r"the output of 'net.conv_in' \(Conv2d\)"),
         ("gradient", r"the gradient of 'net.proj.weight'"),
     ],
@@ -707,8 +706,6 @@ def test_the_error_names_the_first_nonfinite_tensor(fault, named):
     batches = make_batches(20)
     if fault == "batch":
         batches = [(x * math.nan, t, y) for x, t, y in batches]
-    elif fault == "parameter":
-        module.net.proj.bias.data[0] = math.inf
     elif fault == "activation":
         module.net.conv_in.register_forward_hook(lambda m, a, out: out * 1e30 * 1e30)
     else:
