@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
+from lightning_mixprec.given import HALF, Given, widen_buffers_
 from lightning_mixprec.layers import (
     ComputeLayer,
     Fp32Layer,
@@ -28,7 +29,8 @@ from lightning_mixprec.layers import (
 )
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
-from lightning_mixprec.policy import PrecisionPolicy
+from lightning_mixprec.policy import PrecisionPolicy, is_reparametrised
+from lightning_mixprec.state_hooks import leftovers, remove_leftovers_
 from lightning_mixprec.storage import Masters
 
 _SETTINGS = {
@@ -40,7 +42,9 @@ _SETTINGS = {
 
 
 class Conversion:
-    """Makes ``model`` compute as ``policy`` says, in place, until :meth:`restore_`. For ``"fp32"`` it changes nothing.
+    """Makes ``model`` compute as ``policy`` says, in place, until :meth:`restore_`.
+
+    For ``"fp32"`` it changes nothing, unless parameters were given in 16 bits: those that train are fp32 from here on.
 
     Args:
         model: The model, on any device.
@@ -53,8 +57,11 @@ class Conversion:
 
     Attributes:
         plan: What the policy means for the model.
-        masters: Its master weights; None for ``"fp32"``.
+        masters: Its master weights; None for ``"fp32"``, unless parameters were given in 16 bits.
         fp32_layers: As given.
+
+    Raises:
+        ValueError: If the model, or a part of it, is in another fit that goes on.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 1))
@@ -76,14 +83,26 @@ class Conversion:
         masters: Masters | None,
         entrances: Iterable[nn.Module],
     ) -> None:
+        for hooks in leftovers(model):
+            if hooks.live:
+                raise ValueError(
+                    f"{type(model).__name__}, or a part of it, is being trained by another Trainer, which holds its "
+                    "fp32 weights. Use a copy: copy.deepcopy(module)."
+                )
+        remove_leftovers_(model)
         known = _by_plain_name(model)
         self.fp32_layers = [known[name] for name in map(_plain, fp32_layers) if name in known]
         self.plan: PrecisionPlan = policy.resolve(model, also_fp32=self.fp32_layers)
         self.masters: MasterWeights | None = None
         self._model, self._policy, self._device_type = model, policy, device_type
         self._sharded = masters is None
+        self._given = Given()
         self._settings: dict[str, Any] = {}  # torch's, while ours are in place
         if policy.compute_dtype == torch.float32:
+            self._widen_buffers()
+            if masters is not None and any(param.dtype in HALF for param in model.parameters()):
+                # What is frozen now may train later, and must not in 16 bits.
+                self.masters = MasterWeights(model, self.plan.parameters, masters, given=self._given)
             return
         # Modules first: what they refuse is refused before any weight has changed.
         entrances = [layer for layer in entrances if any(param.requires_grad for param in layer.parameters())]
@@ -93,8 +112,9 @@ class Conversion:
         inner = (layer for child in model.children() for layer in child.modules() if has_dtype(layer))
         swap_inner_(inner, device_type, policy.compute_dtype)  # while it says what it was
         self._settings = _set(_SETTINGS)
+        self._widen_buffers()
         if masters is not None:
-            self.masters = MasterWeights(model, self.plan.parameters, masters)
+            self.masters = MasterWeights(model, self.plan.parameters, masters, given=self._given)
 
     def open_(self) -> None:
         """Let every part of the model be called from anywhere; after its optimizers, which may ask for exact types."""
@@ -110,6 +130,17 @@ class Conversion:
 
             swap_linears_(self._model, self.plan.fp8_layers, self._device_type, self._policy)
 
+    def _widen_buffers(self) -> None:
+        """No kernel mixes 16-bit statistics with fp32 parameters, nor with fp32 activations."""
+        kinds = self.plan.kinds
+
+        def is_meant(name: str, module: nn.Module, around: list[nn.Parameter]) -> bool:
+            if self._policy.compute_dtype == torch.float32:  # what trains is fp32 then
+                return any(param.requires_grad for param in around)
+            return kinds.get(name) in ("fp32", "norm") or is_reparametrised(module)
+
+        widen_buffers_(self._model, self._given, is_meant)
+
     def share(self, layers: Sequence[str]) -> float:
         """Share of the model's parameters that would be 16-bit without ``layers`` in fp32."""
         without = self._policy.resolve(self._model).parameters
@@ -124,6 +155,7 @@ class Conversion:
         self.fp32_layers = list(dict.fromkeys([*self.fp32_layers, *new]))
         self.plan = self._policy.resolve(self._model, also_fp32=self.fp32_layers)
         self._swap_layers()
+        self._widen_buffers()
         if self.masters is not None:
             named = self._model.named_parameters()
             self.masters.make_fp32_(param for name, param in named if self.plan.parameters[name] == torch.float32)
@@ -132,6 +164,7 @@ class Conversion:
         """Leave the model as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.masters is not None:
             self.masters.restore_()
+        self._given.restore_()
         _set(self._settings)
         self._settings = {}
         restore_(self._model)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_mixprec.opaque import stored
+from lightning_mixprec.opaque import stored, visible_modules
 from lightning_mixprec.replay import tensors_in
 
 
@@ -59,7 +59,7 @@ class InnerOverflow(TorchDispatchMode):
         return [name for name, flag in self._flags.items() if bool(flag)]
 
     def __enter__(self) -> InnerOverflow:
-        for name, module in self._model.named_modules():
+        for name, module in visible_modules(self._model):
             if name:
                 self._handles += [
                     module.register_forward_pre_hook(partial(self._enter, name)),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.formats import lost_updates
-from lightning_mixprec.opaque import is_transformed, stored
+from lightning_mixprec.opaque import is_script, is_transformed, stored
 from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.shards import local
 
@@ -76,7 +76,8 @@ class BatchStats:
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[str], narrow: torch.dtype) -> None:
-        self._modules = {name: model.get_submodule(name) for name in layers}
+        chosen = {name: model.get_submodule(name) for name in layers}
+        self._modules = {name: module for name, module in chosen.items() if not is_script(module)}
         self._narrow = narrow
         self._numbers: dict[tuple[str, str], Tensor] = {}  # fp32 [] by layer and what it is
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}

@@ -260,7 +260,8 @@ def swap_layers_(
     classes: dict[str, type[SwappedLayer]] = {"fp32": fp32, "norm": NormLayer}
     for name, layer in model.named_modules(remove_duplicate=False):
         kind = classes.get(kinds.get(name, "compute"))
-        if kind is not None and is_called(layer):
+        # TorchScript, which `swap_` refuses, does not even say whether it is.
+        if kind is not None and (isinstance(layer, torch.jit.ScriptModule) or is_called(layer)):
             if not isinstance(layer, kind):
                 restore_(layer, below=False)
                 _refuse_own_methods(name, layer, kind)

@@ -121,6 +121,11 @@ class GradientLedger:
         self.optimizers = list(optimizers)
 
     @property
+    def has_masters(self) -> bool:
+        """Whether fp32 masters stand behind 16-bit parameters."""
+        return self._masters is not None
+
+    @property
     def window_open(self) -> bool:
         """Whether gradients have been made that no step has used or skipped yet."""
         return bool(self._pending)

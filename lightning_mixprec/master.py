@@ -10,16 +10,14 @@ Everything else speaks fp32 too: gradients handed to hooks and clipping, ``state
 :meth:`MasterWeights.restore_`.
 
 What it leaves out: how the values are stored (:mod:`lightning_mixprec.storage`), how an optimizer steps on them
-(:mod:`lightning_mixprec.borrow`), when to step, scale or skip (:mod:`lightning_mixprec.precision`), and which parameter
-is 16-bit (:mod:`lightning_mixprec.policy`).
+(:mod:`lightning_mixprec.borrow`), what state dicts pass through (:mod:`lightning_mixprec.state_hooks`), when to step,
+scale or skip (:mod:`lightning_mixprec.precision`), and which parameter is 16-bit (:mod:`lightning_mixprec.policy`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,10 +27,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.borrow import Borrower, exchange
+from lightning_mixprec.given import HALF as _HALF
+from lightning_mixprec.given import Given
 from lightning_mixprec.gradients import multiply_gradients
+from lightning_mixprec.opaque import is_script
+from lightning_mixprec.state_hooks import StateHooks, set_fp32_
 from lightning_mixprec.storage import Bucket, Masters
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:
@@ -45,6 +45,7 @@ class MasterWeights:
         dtypes: Target dtype by qualified parameter name, as :class:`~lightning_mixprec.policy.PrecisionPlan` has them.
         masters: How the fp32 values are stored: ``"fp32"``, ``"split"``, ``"split24"`` or ``"none"``.
         seed: Of the stochastic rounding of ``"split24"`` and ``"none"``; the same on all ranks.
+        given: What else was widened, and is to be shown in state dicts, and given back, in the dtype given.
 
     Raises:
         ValueError: If two parameters share memory without being the same object: they would drift apart.
@@ -61,7 +62,12 @@ class MasterWeights:
     """
 
     def __init__(
-        self, module: nn.Module, dtypes: Mapping[str, torch.dtype], masters: Masters = "fp32", seed: int = 0
+        self,
+        module: nn.Module,
+        dtypes: Mapping[str, torch.dtype],
+        masters: Masters = "fp32",
+        seed: int = 0,
+        given: Given | None = None,
     ) -> None:
         self.masters = masters
         self._seed = seed
@@ -71,10 +77,9 @@ class MasterWeights:
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         self._homes: dict[nn.Parameter, tuple[Bucket, int]] = {}  # once allocated
         self._settled = False
-        self._as_given: dict[nn.Parameter, Tensor] = {}  # frozen parameter computing in fp32 -> its 16-bit original
+        self._given = Given() if given is None else given  # frozen parameters computing in fp32, among others
         self._borrowers: dict[Optimizer, Borrower] = {}
         self._widened: set[nn.Parameter] = set()  # 16-bit parameters that carry an fp32 gradient
-        self._handles: list[Any] = []
         _refuse_overlap(module)
         for name, param in module.named_parameters():
             target = dtypes.get(name, param.dtype)
@@ -82,17 +87,13 @@ class MasterWeights:
                 self._stand_in(param)
                 param.grad = None
                 param.data = param.data.to(target)
-            elif param.dtype in _HALF and target == torch.float32:
-                if not param.requires_grad:
-                    self._as_given[param] = param.data
-                param.data = param.data.float()
-        for each in module.modules():
-            if any(True for _ in each.parameters(recurse=False)):
-                # partial: torch marks the hook with an attribute, which a bound method would not take
-                self._handles += [
-                    each.register_state_dict_post_hook(partial(MasterWeights._write_fp32, self)),
-                    each.register_load_state_dict_pre_hook(partial(MasterWeights._read_fp32, self)),
-                ]
+            elif target == torch.float32:
+                self._given.widen_(param, [param])
+        self._hooks = [
+            StateHooks(each, self, self._given)
+            for each in module.modules()
+            if not is_script(each) and _owns_tensors(each)
+        ]
 
     def __len__(self) -> int:
         return len(self._stand_ins)
@@ -100,19 +101,10 @@ class MasterWeights:
     def __contains__(self, param: object) -> bool:
         return param in self._stand_ins
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
-        """A copied module is an fp32 module with nothing behind it; this object is reached through its copied hooks."""
-        clone = object.__new__(MasterWeights)
-        memo[id(self)] = clone
-        clone.__dict__.update(masters=self.masters, _seed=self._seed, _generators={}, _settled=True)
-        clone.__dict__.update(_stand_ins={}, _homes={}, _borrowers={}, _widened=set(), _handles=[])
-        clone._as_given = deepcopy(self._as_given, memo)
-        for param in self._stand_ins:
-            copied = deepcopy(param, memo)
-            copied.grad = None
-            copied.data = self.peek(param).clone()
-            copied.grad_dtype = copied.dtype
-        return clone
+    def __reduce__(self) -> Any:
+        """A copied or pickled module is an fp32 module with nothing behind it: this object forgets it, too."""
+        values = [self.peek(param).clone() for param in self._stand_ins]
+        return _of_a_copy, (self.masters, self._seed, list(self._stand_ins), values)
 
     # Memory
 
@@ -170,7 +162,7 @@ class MasterWeights:
                 self._allocate([param for param in group["params"] if param in self._stand_ins])
         if release_others:
             for param in [param for param in self._stand_ins if param not in self._homes]:
-                _make_fp32(param, self._stand_ins.pop(param).data)
+                set_fp32_(param, self._stand_ins.pop(param).data)
         self._allocate(list(self._stand_ins))
         for optimizer in optimizers:
             self._borrower(optimizer)
@@ -192,8 +184,7 @@ class MasterWeights:
         params = list(params)
         for param in params:
             if param.dtype in _HALF and param not in self._stand_ins:  # frozen, as given
-                self._as_given.setdefault(param, param.data)
-                param.data = param.data.float()
+                self._given.widen_(param, [param])
         leaving = [param for param in params if param in self._stand_ins]
         values = {param: self.peek(param).clone() for param in leaving}
         buckets = {self._homes[param][0] for param in leaving if param in self._homes}
@@ -203,7 +194,7 @@ class MasterWeights:
             del self._homes[param]
         for param in leaving:
             del self._stand_ins[param]
-            _make_fp32(param, values[param])
+            set_fp32_(param, values[param])
         self._allocate([param for param in staying if param in self._stand_ins])
         for borrower in self._borrowers.values():
             borrower.forget(buckets)
@@ -298,13 +289,12 @@ class MasterWeights:
         self.adopt_edits()
         for param in self._stand_ins:
             value = self.peek(param).to(param.device)
-            _make_fp32(param, value.clone() if value._is_view() else value)  # not a slice that keeps a bucket alive
-        for param, original in self._as_given.items():
-            if not param.requires_grad:
-                param.data = original.to(param.device)
-        for handle in self._handles:
-            handle.remove()
-        for held in (self._homes, self._stand_ins, self._as_given, self._borrowers, self._handles, self._widened):
+            set_fp32_(param, value.clone() if value._is_view() else value)  # not a slice that keeps a bucket alive
+        self._given.restore_()
+        for hooks in self._hooks:
+            hooks.remove()
+        held: Any
+        for held in (self._homes, self._stand_ins, self._borrowers, self._hooks, self._widened):
             held.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -391,35 +381,11 @@ class MasterWeights:
             self._borrowers[optimizer] = Borrower(optimizer, self, self.masters)
         return self._borrowers[optimizer]
 
-    # Hooks on every module that owns parameters, so that a submodule's state dict is fp32 as well
 
-    def _write_fp32(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            key = prefix + name
-            if key not in state_dict:
-                continue
-            if param in self:
-                value = self.peek(param)
-                state_dict[key] = nn.Parameter(value) if isinstance(state_dict[key], nn.Parameter) else value
-            elif param in self._as_given and not param.requires_grad:
-                state_dict[key] = self._as_given[param].to(param.device)
-
-    def _read_fp32(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                if param in self:
-                    self.write(param, value)
-                    # What torch copies into the parameter next is what is there: it would round ties differently.
-                    state_dict[prefix + name] = param.detach().clone()
-                elif param in self._as_given:
-                    self._as_given[param].copy_(value)
-
-
-def _make_fp32(param: nn.Parameter, value: Tensor) -> None:
-    param.grad = None
-    param.data = value
-    param.grad_dtype = param.dtype
+def _of_a_copy(masters: Masters, seed: int, params: list[nn.Parameter], values: list[Tensor]) -> MasterWeights:
+    for param, value in zip(params, values, strict=True):
+        set_fp32_(param, value)
+    return MasterWeights(nn.Module(), {}, masters, seed)
 
 
 def _refuse_overlap(module: nn.Module) -> None:
@@ -436,3 +402,7 @@ def _refuse_overlap(module: nn.Module) -> None:
                 f"Parameters {name!r} and {other!r} share memory but are two objects, so an update would reach only "
                 f"one of them. Assign one nn.Parameter to both places, or clone the second."
             )
+
+
+def _owns_tensors(module: nn.Module) -> bool:
+    return any(each is not None for each in (*module._parameters.values(), *module._buffers.values()))

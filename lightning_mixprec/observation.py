@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.formats import ACTIVATION_FORMATS, GRADIENT_FORMATS, Tally
+from lightning_mixprec.opaque import visible_modules
 from lightning_mixprec.replay import tensors_in
 
 
@@ -93,7 +94,7 @@ class Observation:
         self.output_gradients: dict[str, Tally] = defaultdict(partial(Tally, ()))
 
     def __enter__(self) -> Observation:
-        for name, module in self._model.named_modules():
+        for name, module in visible_modules(self._model):
             self._handles.append(module.register_forward_hook(partial(self._after_forward, name)))
             for param in module.parameters(recurse=False):
                 if param.requires_grad:

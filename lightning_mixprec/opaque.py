@@ -1,17 +1,38 @@
-"""Tensors whose values cannot be looked at, or not as those of a dense one.
+"""Tensors whose values cannot be looked at, or not as those of a dense one; modules that take no hooks.
 
 Why it exists: whatever watches a network from outside meets what research code puts through it: sparse and nested
-tensors, tangents that are zero without having memory, and the stand-ins of torch.func.
+tensors, tangents that are zero without having memory, the stand-ins of torch.func, and networks in TorchScript.
 
 What it leaves out: what is looked for (:mod:`lightning_mixprec.magnitudes`, :mod:`lightning_mixprec.layer_stats`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def is_script(module: nn.Module) -> bool:
+    """Whether ``module`` is compiled to TorchScript: its class, dtypes and hooks cannot be changed from outside.
+
+    Example:
+        >>> is_script(nn.Linear(1, 1))
+        False
+    """
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def visible_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Like ``model.named_modules()``, without those of TorchScript.
+
+    Example:
+        >>> [name for name, _ in visible_modules(nn.Sequential(nn.Identity()))]
+        ['', '0']
+    """
+    return ((name, module) for name, module in model.named_modules(prefix=prefix) if not is_script(module))
 
 
 def is_transformed() -> bool:

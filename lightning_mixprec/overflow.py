@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.magnitudes import cures, differ, headroom_bits, largest, nonfinite
-from lightning_mixprec.opaque import is_transformed
+from lightning_mixprec.opaque import is_transformed, visible_modules
 from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
 
 # Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
@@ -153,7 +153,7 @@ class Watch:
         self._stance: Any = None
         self._handles: list[Any] = []
         owners: dict[nn.Parameter, list[str]] = {}
-        for name, module in model.named_modules(prefix=prefix):
+        for name, module in visible_modules(model, prefix):
             if name:
                 hook = partial(self._after_forward, name, f"{name!r} ({type(module).__name__})")
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))

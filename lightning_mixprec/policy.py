@@ -174,7 +174,8 @@ class PrecisionPolicy:
                 origins[name] = name
             else:
                 origins[name] = origins[name.rpartition(".")[0]]
-                decision = above if above[0] == "fp32" else ("compute", "compute")
+                script = isinstance(module, torch.jit.ScriptModule)  # stays as it is, also below an fp32 container
+                decision = above if above[0] == "fp32" and not script else ("compute", "compute")
             decided[name] = decision
 
         fp32_names = {id(owned[name]): name for name, (kind, _) in decided.items() if kind == "fp32"}
@@ -208,7 +209,7 @@ class PrecisionPolicy:
             entry, owner = self._match(self.fp32, full, None, matched), full.rpartition(".")[0]
             if entry is not None:
                 wide[id(parameter)] = f"fp32 entry {show(entry)}"
-            elif _is_reparametrised(modules[owner]):
+            elif is_reparametrised(modules[owner]):
                 wide.setdefault(id(parameter), "default: reparametrised")
             elif self.fp32_defaults and is_embedding(full):
                 wide.setdefault(id(parameter), "default: embedding")
@@ -216,7 +217,18 @@ class PrecisionPolicy:
                 wide.setdefault(id(parameter), f"shared with {owner!r}")
         for full, parameter in model.named_parameters(remove_duplicate=False):
             double = parameter.dtype == torch.float64 or parameter.is_complex()
-            if not parameter.is_floating_point() or compute == torch.float32:
+            half = parameter.dtype in (torch.float16, torch.bfloat16)
+            script = isinstance(modules[full.rpartition(".")[0]], torch.jit.ScriptModule)
+            if script:
+                parameters[full] = parameter.dtype  # its graph knows no other
+                if half and parameter.requires_grad:
+                    raise ValueError(
+                        f"Parameter {full!r} trains in {parameter.dtype} inside TorchScript, whose parameters can have "
+                        "no masters. Freeze it, or give the module in float32 or as plain Python."
+                    )
+            elif compute == torch.float32:
+                parameters[full] = torch.float32 if half and parameter.requires_grad else parameter.dtype
+            elif not parameter.is_floating_point():
                 parameters[full] = parameter.dtype
             elif id(parameter) in wide:
                 parameters[full] = parameter.dtype if double else torch.float32
@@ -224,6 +236,8 @@ class PrecisionPolicy:
                 parameters[full] = parameter.dtype
             else:
                 parameters[full] = compute
+            if script:
+                continue
             if double and compute != torch.float32 and parameter.requires_grad and id(parameter) not in wide:
                 raise ValueError(
                     f"Parameter {full!r} is {parameter.dtype}, which has no counterpart in {self.compute}. Convert it "
@@ -259,6 +273,8 @@ class PrecisionPolicy:
         entry = self._match(self.fp32, name, module, matched)
         if entry is not None:
             return "fp32", f"fp32 entry {show(entry)}"
+        if isinstance(module, torch.jit.ScriptModule):
+            return None
         if self.fp32_defaults and is_embedding(name, module):
             return "fp32", "default: embedding"
         if self.fp32_defaults and is_output(name):
@@ -377,9 +393,13 @@ def _is_norm(module: nn.Module) -> bool:
     return leaf and not parametrization and re.search(r"norm\w{0,2}$", type(module).__name__.lower()) is not None
 
 
-def _is_reparametrised(module: nn.Module) -> bool:
+def is_reparametrised(module: nn.Module) -> bool:
     """Whether hooks make the module's weight of its own parameters: spectral and weight normalisation of old.
 
     Their iterations need fp32, and mix parameters with fp32 buffers.
+
+    Example:
+        >>> is_reparametrised(nn.Linear(1, 1))
+        False
     """
     return any(isinstance(hook, (_WeightNorm, _SpectralNorm)) for hook in module._forward_pre_hooks.values())

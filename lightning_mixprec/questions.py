@@ -7,9 +7,10 @@ instead; and the error that ends a hopeless run must say where to look. None of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_mixprec.given import HALF
 from lightning_mixprec.overflow import Verdict, Watch, first_nonfinite
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.sharding import is_sharded
@@ -73,6 +75,20 @@ def refuse_sharding(strategy: Any, module: nn.Module, masters: str, reduce_dtype
         raise MisconfigurationException(
             f"reduce_dtype={reduce_dtype!r} of the plugin is for DDP. Under FSDP2 give it where the units are made: "
             f"shard_(..., reduce_dtype={reduce_dtype!r})."
+        )
+    refuse_true_half(module, module.parameters())
+
+
+def refuse_true_half(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    """Refuse 16-bit parameters that train where nothing keeps fp32 values behind them."""
+    half = {param for param in params if param.requires_grad and param.dtype in HALF}
+    if half:
+        names = [name for name, param in module.named_parameters() if param in half]
+        raise MisconfigurationException(
+            f"{len(names)} parameters train in 16 bits, without fp32 masters: {', '.join(map(repr, names[:3]))}"
+            f"{', ...' if len(names) > 3 else ''}. FSDP2's own shards are the masters, so make what trains, now or "
+            "later, fp32 before it is sharded: module.float() before fully_shard. lightning_mixprec.sharding.shard_ "
+            "does so for what trains when it is called."
         )
 
 
@@ -144,6 +160,8 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
     """The children that a hook calls as ``pl_module.net(x)``; those of a ModuleList, ``pl_module.nets[0](x)``."""
     for child in module.children():
         child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
+        if isinstance(child, torch.jit.ScriptModule):  # stays as it is, and has no class to exchange
+            continue
         if type(child).forward is nn.Module.forward:
             yield from called_directly(child)
         elif next(child.parameters(), None) is not None and "forward" not in child.__dict__:

@@ -23,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_mixprec.layers import Fp32Layer, compute_context, map_tensors, restore_, swap_
+from lightning_mixprec.opaque import visible_modules
 
 _WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 
@@ -246,7 +247,7 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         >>> with without_hooks(layer):
         ...     _ = layer(torch.ones(1, 1))
     """
-    kept = {each: (each._forward_pre_hooks, each._forward_hooks) for each in module.modules()}
+    kept = {each: (each._forward_pre_hooks, each._forward_hooks) for _, each in visible_modules(module)}
     for each, (before, _) in kept.items():
         each._forward_pre_hooks = OrderedDict(
             (k, hook) for k, hook in before.items() if isinstance(hook, _WEIGHT_HOOKS)
@@ -262,7 +263,7 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _attributes(module: nn.Module, *, keep: bool) -> Iterator[None]:
     """Give back what a call sets on the modules: a cache, a counter, an auxiliary loss."""
-    held = {each: dict(each.__dict__) for each in module.modules()}
+    held = {each: dict(each.__dict__) for _, each in visible_modules(module)}
     try:
         yield
     finally:
@@ -277,7 +278,7 @@ def _as_fp32_layers(module: nn.Module, device_type: str, compute: torch.dtype) -
     """Let ``module`` and everything below it be what a policy with that module in ``fp32`` would make of them."""
     found = [
         (each, each.__class__, {key: value for key, value in each.__dict__.items() if key.startswith("_mixprec")})
-        for each in module.modules()
+        for _, each in visible_modules(module)
     ]
     try:
         restore_(module)

@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lightning_mixprec.given import HALF
+from lightning_mixprec.opaque import is_script
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
 
@@ -34,7 +36,8 @@ def shard_(
 
     Call it in ``LightningModule.configure_model`` under Lightning's ``ModelParallelStrategy``. Units are the elements
     of the module's lists of layers (``nn.ModuleList``, ``nn.Sequential``; the outermost such lists), and what is left.
-    Parameters stay fp32 in their shards, which the optimizer updates and checkpoints hold.
+    Parameters that train are fp32 in their shards, in whatever dtype they come; the optimizer updates these and
+    checkpoints hold them. Frozen ones stay in the dtype given; they are gathered in the one of their layer.
 
     Args:
         module: A network, or a LightningModule, whose children are sharded then: its own ``forward`` is not what
@@ -46,7 +49,8 @@ def shard_(
         reshard_after_forward: Free gathered weights between forward and backward.
 
     Raises:
-        ValueError: If the policy does not fit the module, or a parameter is shared by two units.
+        ValueError: If the policy does not fit the module, a parameter is shared by two units, or TorchScript is to
+            train, which has no units.
 
     Example:
         >>> def configure_model(self):  # of a LightningModule
@@ -61,14 +65,23 @@ def shard_(
         reduce_dtype=torch.float32 if reduce_dtype == "fp32" else None,
         cast_forward_inputs=False,
     )
-    fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    scripted = {param for each in module.modules() if is_script(each) for param in each.parameters()}
+    _refuse_training(scripted, module)
+    if scripted:
+        options["ignored_params"] = scripted
     networks = list(_networks(module))
     for network in networks:
+        _refuse_sharing([*_blocks(network), network], names)
+    for param in module.parameters():
+        if param.requires_grad and param.dtype in HALF:
+            param.data = param.data.float()  # 16-bit shards would lose every small update
+    for network in networks:
         units = [*_blocks(network), network]
-        _refuse_sharing(units, names)
         for unit in units:
             wide = [] if policy.compute == "fp32" else list(_wide(unit, units, plan, names))
+            half = any(param.dtype in HALF for each in wide for param in each.parameters())  # frozen ones
+            fp32 = MixedPrecisionPolicy(param_dtype=torch.float32 if half else None, cast_forward_inputs=False)
             layers = [each for each in wide if plan.kinds.get(names[each]) == "fp32"]
             for layer in layers:
                 if layer is not unit:
@@ -109,7 +122,7 @@ def _networks(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         return
     for child in module.children():
-        if next(child.parameters(), None) is None:
+        if next(child.parameters(), None) is None or is_script(child):
             continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from child.children()
@@ -121,7 +134,8 @@ def _blocks(network: nn.Module) -> Iterator[nn.Module]:
     """Elements of the outermost lists of layers that own parameters."""
     for child in network.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            yield from (block for block in child.children() if next(block.parameters(), None) is not None)
+            owners = (block for block in child.children() if next(block.parameters(), None) is not None)
+            yield from (block for block in owners if not is_script(block))
         elif isinstance(child, nn.ModuleDict):
             yield from _blocks(child)
         else:
@@ -147,6 +161,15 @@ def _wide(
                 yield from visit(child)
 
     yield from visit(unit)
+
+
+def _refuse_training(scripted: set[nn.Parameter], module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param in scripted and param.requires_grad:
+            raise ValueError(
+                f"Parameter {name!r} trains inside TorchScript, which FSDP2 cannot shard, so ranks would drift apart. "
+                "Freeze it, give the module as plain Python, or train with strategy='ddp'."
+            )
 
 
 def _refuse_sharing(units: list[nn.Module], names: dict[nn.Module, str]) -> None:

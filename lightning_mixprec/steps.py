@@ -26,7 +26,7 @@ from lightning_mixprec.buffers import BufferGuard
 from lightning_mixprec.guests import Once, Uncounted
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
-from lightning_mixprec.questions import report, user_code_sees_gradients
+from lightning_mixprec.questions import refuse_true_half, report, user_code_sees_gradients
 from lightning_mixprec.scaler import DynamicLossScaler
 
 
@@ -152,6 +152,8 @@ class Steps:
             self._uncount()
             return result
 
+        if not ledger.has_masters:
+            refuse_true_half(model, params)  # unfrozen since
         _refuse_nonfinite_rates(optimizer)
 
         def step() -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_mixprec.layers import compute_context, map_tensors, restore_, swap_layers_
 from lightning_mixprec.magnitudes import cures, differ, largest, nonfinite
 from lightning_mixprec.observation import Observation
+from lightning_mixprec.opaque import visible_modules
 from lightning_mixprec.overflow import is_within
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
@@ -177,7 +178,7 @@ class Trial:
                     tensor.register_hook(partial(call.grads.__setitem__, place))
 
         handles = []
-        for name, module in self._model.named_modules():
+        for name, module in visible_modules(self._model):
             handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(leave, name)))
         try:
@@ -208,7 +209,7 @@ class Trial:
             self._seen[name, counts[name]] = (_dtypes((args, kwargs)), _dtypes(output))
             counts[name] += 1
 
-        modules = self._model.named_modules()
+        modules = visible_modules(self._model)
         handles = [module.register_forward_hook(partial(leave, name), with_kwargs=True) for name, module in modules]
         try:
             with compute_context(self._device_type, self._compute):
@@ -258,7 +259,7 @@ class Trial:
 
         Otherwise a deep container would be blamed for the sum of its layers' rounding errors.
         """
-        below = [module for module in call.module.modules() if module is not call.module]
+        below = [module for _, module in visible_modules(call.module) if module is not call.module]
         right: dict[nn.Module, list[Any]] = {module: [] for module in below}
 
         def note(module: nn.Module, args: Any, output: Any) -> None:

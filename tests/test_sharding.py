@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted import Attention, Net, Planted, batch
 from reference import TinyModule, TinyNet, loader, make_batches, make_trainer, reference_train
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mixprec import (
@@ -277,7 +278,21 @@ def test_shared_parameters_in_two_units_are_refused():
         shard_(Net(), PrecisionPolicy("bf16"), mesh=None)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_module_given_in_half_has_fp32_shards(precision, runs):
+    """Updates too small for bf16 count; what is frozen stays as given, statistics too; TorchScript is left alone."""
+    for run in runs[0]:
+        found = run["half", precision]
+        for name, value in found["from fp32"].items():
+            assert torch.equal(found["from bf16"][name], value), name
+        assert found["moved"] > 0
+        assert found["dtypes"] == {"net": {torch.float32}, "teacher": {torch.bfloat16}, "scorer": {torch.float32}}
+        assert found["frozen as given"]
+
+
 MISTAKES = {
+    "half": r"10 parameters train in 16 bits.*'net.time_embedding.weight'.*module.float\(\) before fully_shard",
+    "half, later": r"2 parameters train in 16 bits.*'teacher.0.weight'",
     "nothing": "has sharded nothing.*shard_",
     "tensor_parallel": "tensor_parallel_size=2.*data_parallel_size",
     "masters": "masters='split' is not available under FSDP2.*masters='fp32'",
@@ -290,6 +305,12 @@ def test_what_would_not_train_is_refused(mistake, runs):
     message = MISTAKES[mistake]
     for run in runs[0]:
         assert re.search(message, run["refused", mistake]), run["refused", mistake]
+
+
+def test_torchscript_that_trains_is_refused():
+    net = nn.ModuleDict({"head": torch.jit.script(nn.Linear(1, 1))})
+    with pytest.raises(ValueError, match=r"'head.weight' trains inside TorchScript.*strategy='ddp'"):
+        shard_(net, PrecisionPolicy("bf16"), mesh=None)
 
 
 def test_an_unknown_reduce_dtype_is_refused():
@@ -434,9 +455,55 @@ class Built(Sharded, Planted):
             super().configure_model()
 
 
+class GivenInHalf(Sharded, TinyModule):
+    """With a frozen network in bf16, one in TorchScript, and a learning rate that moves no bf16 weight."""
+
+    def __init__(self, dtype=torch.bfloat16, unfreeze=False, mine=False):
+        super().__init__(lambda params: torch.optim.SGD([p for p in params if p.requires_grad or unfreeze], lr=1e-4))
+        self.net.bfloat16().to(dtype)
+        layers = [nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)]
+        self.teacher = nn.Sequential(*layers).bfloat16().requires_grad_(False).eval()
+        self.scorer = torch.jit.script(nn.Linear(4, 4).requires_grad_(False))
+        self.unfreeze, self.mine = unfreeze, mine
+
+    def configure_model(self):
+        if not self.mine:
+            super().configure_model()
+        elif not self.sharded:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            self.sharded = True
+
+    def training_step(self, batch, batch_idx):
+        dtype = self.teacher[0].weight.dtype
+        if self.unfreeze:
+            self.teacher[0].requires_grad_(True)
+        taught = self.teacher(torch.ones(2, 4, dtype=dtype)).float().sum() + self.scorer(torch.ones(2, 4)).float().sum()
+        return super().training_step(batch, batch_idx) * (1 + taught * 1e-3)
+
+
+def train_half(precision):
+    found = {}
+    for name, dtype in (("from fp32", torch.float32), ("from bf16", torch.bfloat16)):
+        torch.manual_seed(0)
+        module = GivenInHalf(dtype)
+        given = {key: value.clone() for key, value in module.state_dict().items()}
+        trainer = make_trainer(plugin_for(precision), strategy=fsdp2(), devices=2, use_distributed_sampler=False)
+        trainer.fit(module, loader(make_batches(4)[trainer.global_rank :: 2]))
+        found[name] = whole(module.net.state_dict())
+    after = whole(module.state_dict())
+    found["moved"] = float((after["net.proj.weight"] - given["net.proj.weight"].float()).abs().max())
+    found["dtypes"] = {
+        name: {value.dtype for key, value in after.items() if key.startswith(name) and value.is_floating_point()}
+        for name in ("net", "teacher", "scorer")
+    }
+    frozen = [key for key in given if not key.startswith("net")]
+    found["frozen as given"] = all(torch.equal(after[key], given[key]) for key in frozen)
+    return found
+
+
 def refused(mistake):
     strategy = fsdp2(data_parallel_size=1, tensor_parallel_size=2) if mistake == "tensor_parallel" else fsdp2()
-    module = Tiny()
+    module = GivenInHalf(mine=mistake == "half", unfreeze=True) if "half" in mistake else Tiny()
     module.sharded = mistake == "nothing"
     wrong = {"masters": {"masters": "split"}, "reduce_dtype": {"reduce_dtype": "fp32"}}
     plugin = MasterWeightPrecision("bf16", **wrong.get(mistake, {}))
@@ -474,6 +541,8 @@ if __name__ == "__main__":
         results["fault", fault] = train_fault(fault)
     for way in ("meta", "checkpointing"):
         results[way] = train_built(way)
+    for precision in ("fp32", "bf16"):
+        results["half", precision] = train_half(precision)
     results["validated"] = train_validated()
     for mistake in MISTAKES:
         results["refused", mistake] = refused(mistake)

@@ -384,6 +384,38 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(precision, tmp_path):
     assert straight["MasterWeightPrecision"]["skipped_steps"] == 2
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_layer_that_was_moved_to_fp32_has_all_its_bits_after_a_resume(rung, tmp_path):
+    """Moved only after weights have been rounded for fewer bits, it would lose some every time; validation too."""
+
+    class Moves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.precision_plugin._answers.move_to_fp32(["net.proj"])
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.state, self.dtype = snapshot(pl_module), pl_module.net.proj.weight.dtype
+
+        def on_validation_start(self, trainer, pl_module):
+            self.on_train_start(trainer, pl_module)
+
+    trainer = fit(MasterWeightPrecision("bf16", masters=rung), make_module(), make_batches(3), callbacks=Moves())
+    trainer.save_checkpoint(tmp_path / "moved.ckpt")
+    saved = torch.load(tmp_path / "moved.ckpt")["state_dict"]
+    for way in ("fit", "validate"):
+        look, plugin = Look(), MasterWeightPrecision("bf16", masters=rung)
+        resumed = make_trainer(plugin, callbacks=look, max_epochs=2)
+        module = make_module()
+        module.validation_step = module.training_step
+        getattr(resumed, way)(module, loader(make_batches(3)), ckpt_path=tmp_path / "moved.ckpt", weights_only=False)
+        assert plugin.fp32_layers == ["net.proj"]
+        assert look.dtype == torch.float32
+        for name in ("net.proj.weight", "net.proj.bias"):
+            assert torch.equal(look.state[name], saved[name])
+            assert not torch.equal(saved[name], saved[name].bfloat16().float())
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_checkpoint_is_fp32_under_plain_names_and_fits_a_plain_model(weights_only, tmp_path):
     """T24: during fit, for full and weights-only saves."""

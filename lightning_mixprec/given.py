@@ -1,0 +1,102 @@
+"""Tensors that are fp32 while training, and go back to the 16 bits in which they were given.
+
+Why it exists: a frozen network may come in 16 bits and have layers that compute in fp32. Their parameters are widened,
+and so are buffers, because torch has no kernel for statistics of another dtype than the parameters beside them. After
+training a frozen network is to be what it was; a state dict shows it so all the time.
+
+What it leaves out: trainable parameters (:mod:`lightning_mixprec.master`) and which layer computes in fp32
+(:mod:`lightning_mixprec.policy`). No copies are kept: 16 bits are in fp32 exactly, so that rounding brings the original
+back where nothing was written, and what was written where something was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mixprec.opaque import is_script
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Given:
+    """Tensors that were widened, with the dtype that they were given in.
+
+    Args:
+        entries: Those of another one: tensor, its dtype before, the parameters whose freezing it follows.
+
+    Example:
+        >>> norm = nn.LayerNorm(2).half().requires_grad_(False)
+        >>> given = Given()
+        >>> given.widen_(norm.weight, [norm.weight])
+        >>> norm.weight.dtype, given.shown(norm.weight).dtype
+        (torch.float32, torch.float16)
+        >>> given.restore_()
+        >>> norm.weight.dtype
+        torch.float16
+    """
+
+    def __init__(self, entries: Iterable[tuple[Tensor, torch.dtype, list[nn.Parameter]]] = ()) -> None:
+        self._found = {tensor: (dtype, around) for tensor, dtype, around in entries}
+
+    def entries(self, tensors: Iterable[Tensor] | None = None) -> list[tuple[Tensor, torch.dtype, list[nn.Parameter]]]:
+        """What is known of ``tensors``, by default of all: for another one."""
+        tensors = self._found if tensors is None else tensors
+        return [(tensor, *self._found[tensor]) for tensor in tensors if tensor in self._found]
+
+    @torch.no_grad()
+    def widen_(self, tensor: Tensor, around: Iterable[nn.Parameter]) -> None:
+        """Make ``tensor`` fp32, in place; for good if any parameter of ``around`` trains, now or at the end."""
+        around = list(around)
+        if tensor.dtype not in HALF:
+            return
+        if not any(param.requires_grad for param in around):
+            self._found.setdefault(tensor, (tensor.dtype, around))
+        tensor.data = tensor.data.float()
+
+    def shown(self, tensor: Tensor) -> Tensor | None:
+        """``tensor`` in the dtype that it was given in; None if it is to stay as it is."""
+        if tensor not in self._found:
+            return None
+        dtype, around = self._found[tensor]
+        return None if any(param.requires_grad for param in around) else tensor.detach().to(dtype)
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Give everything its dtype back, in place, and forget it."""
+        for tensor in self._found:
+            value = self.shown(tensor)
+            if value is not None:
+                tensor.data = value
+        self._found.clear()
+
+
+def widen_buffers_(model: nn.Module, given: Given, meant: Callable[[str, nn.Module, list[nn.Parameter]], bool]) -> None:
+    """Make 16-bit buffers of some modules of ``model`` fp32, in place.
+
+    A buffer follows the parameters around it: those of its module, or of the nearest one above that has any. Where all
+    of these are frozen, it goes back to the dtype given.
+
+    Args:
+        model: The model.
+        given: Remembers them.
+        meant: Takes a module's qualified name, the module, and the parameters around its buffers; says whether.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2).half()
+        >>> widen_buffers_(norm, Given(), lambda name, module, around: True)
+        >>> norm.running_var.dtype
+        torch.float32
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for qualified, module in modules.items():
+        half = [] if is_script(module) else [b for b in module._buffers.values() if b is not None and b.dtype in HALF]
+        if half:
+            name, around = qualified, list(module.parameters())
+            while not around and name:
+                name = name.rpartition(".")[0]
+                around = list(modules[name].parameters())
+            for buffer in half if meant(qualified, module, around) else []:
+                given.widen_(buffer, around)
