@@ -92,7 +92,7 @@ class Steps:
         self._answers, self._diagnosis = answers, answers.diagnosis
         self._outcome = outcome
         self._counts_skips = counts_skips
-        self._buffers = BufferGuard(model)
+        self._buffers = BufferGuard(model, ledger.optimizers)
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
@@ -185,6 +185,7 @@ class Steps:
         if stepped is None:
             return
         self._decided, self._nonfinite_loss = True, None
+        self._buffers.look()
         watch = self._diagnosis.watch
         repaired = watch is not None and bool(watch.verdicts)  # the lost results have been in the statistics
         if skipped or repaired:
