@@ -9,7 +9,7 @@ TORCH_ONLY = {
     "eligible": set(),
     "plan": set(),
     "policy": {"eligible", "plan"},
-    "float8": {"eligible", "layers", "policy"},
+    "float8": {"eligible", "layers", "policy", "replay"},
     "scaler": set(),
     "buffers": set(),
     "opaque": set(),
