@@ -95,7 +95,7 @@ class Float8Advice:
         if self._count.idle:
             rank_zero_warn(
                 f"No token of the first batch entered these fp8 layers: {', '.join(self._count.idle)}. Either it did "
-                "not need them, or the model computes with their weights itself, as in F.linear(x, layer.weight), which "
+                "not need them, or the model computes with their weights, as in F.linear(x, layer.weight), which "
                 "is done in 16 bits: call the layer, or leave it out of fp8."
             )
         if not tokens:  # no layer qualifies, or none was called, which has been said
