@@ -308,6 +308,8 @@ class MasterWeightPrecision(Precision):
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self._module is not None and self._ledger is not None:
             self._ledger.end_batch()  # of steps made after the last `training_step`
+        if self._steps is not None:
+            self._steps.after_backward()
         module, self._module = self._module, None
         self._ledger = self._steps = self._reduction = self._fp8_advice = None
         if self._answers is not None:
@@ -363,7 +365,8 @@ class MasterWeightPrecision(Precision):
             self._partial = {}
         if self._manual is not None:
             self._manual.begin_batch()
-        with self.forward_context(), steps.training_step(), self._fp8_advice or nullcontext():
+        counted = self._fp8_advice or nullcontext()
+        with self.forward_context(), steps.training_step(uncompiled=self._fp8_advice is not None), counted:
             yield
         if not module.automatic_optimization:
             if self._manual is not None:
@@ -421,6 +424,8 @@ class MasterWeightPrecision(Precision):
         if isinstance(strategy, DDPStrategy):  # reduces here after a static graph's first manual backward
             strategy.post_backward(tensor)
         self._ledger.after_backward()
+        if self._steps is not None and module.automatic_optimization:
+            self._steps.after_backward()
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from planted import WIDTH, Attention, Mlp, Net, Planted, Steep, batch
 from reference import loader, make_trainer
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, NonFiniteGradientsError
@@ -174,6 +175,55 @@ def test_a_network_that_is_called_again_as_a_whole_is_still_in_training(way, cap
     assert plugin.fp32_layers == ["net.blocks.5"]
     assert module.losses[-1] == pytest.approx(fp32_losses(Attention)[-1], rel=0.02)
     assert "outside of a training step" not in caplog.text
+
+
+class CompiledBlocks(Checkpointed):
+    """Each block compiled by itself, inside of what is computed again."""
+
+    def __init__(self, planted):
+        super().__init__(planted, "non-reentrant")
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_compiled_blocks_are_called_again_as_they_were_called(automatic):
+    """In the batches whose insides are looked at both times uncompiled, and compiled in all others."""
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+
+    class Fitted(Module):
+        def __init__(self, net):
+            super().__init__(net)
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if not automatic:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            graphs.append(counters["stats"]["unique_graphs"])
+
+    module = Fitted(lambda: CompiledBlocks(Mlp))
+    plugin = MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=256))
+    make_trainer(plugin, max_epochs=1).fit(module, loader([batch()] * 5))
+    assert (plugin.real_steps, plugin.skipped_steps) == (5, 0)
+    assert module.losses == pytest.approx(fp32_losses(Mlp)[:5], rel=0.02)
+    assert graphs[:2] == [0, 0]  # batches 1, 2 and 4 are looked at
+    assert graphs[2] > 0
+    assert graphs[2:] == [graphs[2]] * 3
+
+
+@pytest.mark.parametrize("planted", [Attention, Steep])
+def test_compiled_blocks_are_watched(planted):
+    torch._dynamo.reset()
+    check(lambda: CompiledBlocks(planted), planted)
 
 
 def test_sampling_with_gradients_through_a_checkpointed_network():

@@ -896,6 +896,28 @@ def test_compiled_without_graph_breaks_and_once(recipe):
     assert graphs == [0, 1, 1, 1, 1, 1]  # tokens of the first batch are counted, uncompiled
 
 
+def test_compiled_blocks_under_checkpointing():
+    """Tokens of the first batch are counted uncompiled, and its backward calls the layers once more."""
+    torch._dynamo.reset()
+
+    class Checkpointed(Blocks):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    eager, compiled = Module(Checkpointed()), Module(Checkpointed())
+    compiled.load_state_dict(eager.state_dict())
+    for block in compiled.net.blocks:
+        block.compile(backend="aot_eager")
+    for module in (eager, compiled):
+        plugin = MasterWeightPrecision(policy())
+        fit(module, plugin)
+        assert (plugin.fp8_tokens, plugin.real_steps) == (24, 6)
+    assert compiled.losses == pytest.approx(eager.losses, rel=2e-3)
+
+
 class Loud(nn.Module):
     """Its `fc` gives 1e5, which fp16 does not hold, and the norm brings it back."""
 
