@@ -97,7 +97,7 @@ class BufferGuard:
                             continue
                         room -= tensor.numel()
                 copy, last = tensor.clone(), before.get(key, (None, None))[1]
-                if last is not None and tensor.is_floating_point() and last.shape == copy.shape:
+                if last is not None and _may_overflow(tensor) and last.shape == copy.shape:
                     copy = torch.where(torch.isfinite(copy).all(), copy, last)
                 self._kept[key] = (tensor, copy)
 
@@ -146,13 +146,13 @@ class BufferGuard:
                     slots[name] = None
             elif only_nonfinite:
                 current = slots.get(name)
-                if current is not None and current.is_floating_point() and current.shape == copy.shape:
+                if current is not None and _may_overflow(current) and current.shape == copy.shape:
                     current.copy_(torch.where(torch.isfinite(current).all(), current, copy))
             else:
                 slots[name] = tensor
-                if tensor.shape == copy.shape:
+                if tensor.shape == copy.shape and not _is_expanded(tensor):
                     tensor.copy_(copy)
-                else:  # it has grown
+                elif tensor.shape != copy.shape:  # it has grown
                     tensor.data = copy.clone()
 
 
@@ -176,7 +176,19 @@ def _version(tensor: Tensor) -> int:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Of all bits, []; the sum is over integers as wide as the elements, so that no copy is made."""
-    width = _SAME_WIDTH.get(tensor.element_size())
-    if width is None:  # complex numbers of doubles
-        return torch.view_as_real(tensor).sum()
-    return tensor.detach().view(width).sum(dtype=width)
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).sum()
+    width = _SAME_WIDTH[tensor.element_size()]
+    return tensor.detach().resolve_neg().view(width).sum(dtype=width)
+
+
+def _may_overflow(tensor: Tensor) -> bool:
+    """Whether it is of a kind that can be looked at for inf and NaN, and written to."""
+    plain = tensor.layout == torch.strided and tensor.element_size() > 1 and not _is_expanded(tensor)
+    return plain and tensor.is_floating_point()
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory: torch writes to none of them."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+    return any(size > 1 and stride == 0 for size, stride in pairs)

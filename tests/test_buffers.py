@@ -221,3 +221,24 @@ def test_what_a_hook_changes_between_batches_costs_nothing():
         with torch.no_grad():
             net.weight.mul_(0.9)
         assert watched(guard) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_of_any_kind_are_no_obstacle(training):
+    net = nn.Module()
+    kinds = [torch.bool, torch.int64, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+    buffers = [torch.zeros(3, 2, dtype=dtype) for dtype in kinds]
+    buffers += [torch.zeros(0), torch.zeros(1).expand(5), torch.zeros(3, 4).t(), torch.zeros(3, device="meta")]
+    buffers += [torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2, 1)]
+    for index, buffer in enumerate(buffers):
+        net.register_buffer(f"b{index}", buffer)
+    guard = BufferGuard(net.train(training))
+    for stepped in (False, True, False):
+        guard.remember()
+        with torch.no_grad():
+            net.b7 = net.b7 + 1
+            net.b12.add_(math.inf)
+        guard.look()
+        guard.restore_(only_nonfinite=stepped)
+    if training:
+        assert float(net.b12.abs().sum()) == 0
