@@ -1,60 +1,134 @@
-"""Buffers as they were before a batch that was skipped.
+"""Buffers, and parameters that are kept like buffers, as they were before a batch that was skipped.
 
 Why it exists: BatchNorm has taken an inf into its running statistics by the time backward shows that the batch must be
-skipped; the weights stay good and validation is NaN for ever (https://github.com/pytorch/pytorch/issues/88474).
+skipped; the weights stay good and validation is NaN for ever (https://github.com/pytorch/pytorch/issues/88474). So has
+a codebook that is a moving average of activations, which some keep as a frozen parameter.
 
-What it leaves out: deciding what is skipped. Large buffers are copied only if the first batch shows that they change.
+What it leaves out: deciding what is skipped, tensors that are plain attributes, and frozen parameters under FSDP2. What
+is large, frozen or in evaluation mode seldom changes, and copying it for each batch could cost a whole network: it is
+looked at in batch 1, 2, 4, 8, ..., and copied from then on if it has changed there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _LARGE = 2**16  # elements
+_ROOM = 2**24  # elements of frozen parameters that are copied in case they change: codebooks have no more
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_LAYERS = (  # whose parameters are no codebooks
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+_SAME_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Key = tuple[nn.Module, str]
+
+
+class _Seen(NamedTuple):
+    """What is unlikely to change, at the beginning of a batch."""
+
+    tensor: Tensor
+    version: int | None  # of a parameter; to buffers DDP writes in each forward, mostly what is there
+    checksum: Tensor | None  # [], where values are looked at in this batch
 
 
 class BufferGuard:
-    """Remembers the buffers that a forward changes, and puts them back.
+    """Remembers the buffers and frozen parameters that a forward changes, and puts them back.
 
     Args:
-        module: The module whose buffers are meant: those of submodules that have a floating-point one and train.
+        module: The module whose buffers are meant. Small ones of submodules that have a floating-point one and train
+            are copied for each batch; all others, and frozen parameters, once they have been seen to change.
+        optimizers: What they hold is theirs, frozen for a while or not.
 
     Example:
         >>> norm = nn.BatchNorm1d(1)
         >>> guard = BufferGuard(norm)
         >>> guard.remember()
         >>> _ = norm(torch.tensor([[float("inf")], [1.0]]))
+        >>> guard.look()
         >>> guard.restore_()
         >>> norm.running_mean, norm.num_batches_tracked
         (tensor([0.]), tensor(0))
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kept: dict[tuple[nn.Module, str], tuple[Tensor, Tensor, int]] = {}  # buffer, copy, version
-        self._constant: set[tuple[nn.Module, str]] = set()
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._kept: dict[_Key, tuple[Tensor | None, Tensor | None]] = {}  # the tensor, and a copy; or no buffer yet
+        self._seen: dict[_Key, _Seen] = {}
+        self._changing: set[_Key] = set()  # of what is unlikely to: that which does
+        self._batches = 0
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Take copies of the buffers as they are; a copy that is finite is never replaced by one that is not."""
-        before, self._kept = self._kept, {}
+        """A batch begins: take copies; one that is finite is never replaced by one that is not."""
+        before, self._kept, self._seen = self._kept, {}, {}
+        self._batches += 1
+        room = _ROOM
+        by_value = self._batches & (self._batches - 1) == 0
         for module in self._module.modules():
-            if not _is_live(module):
-                continue
-            for name, buffer in module._buffers.items():
+            has_floats = any(buffer is not None and buffer.is_floating_point() for buffer in module._buffers.values())
+            for name, tensor in _unlearned(module):
                 key = (module, name)
-                if buffer is None or key in self._constant:
+                if tensor is None:
+                    if module.training:
+                        self._kept[key] = (None, None)
                     continue
-                last = before.get(key)
-                unchanged = last is not None and last[0] is buffer and last[2] == buffer._version
-                if unchanged and buffer.numel() > _LARGE:
-                    self._constant.add(key)
-                    continue
-                copy = buffer.clone()
-                if last is not None and buffer.is_floating_point() and last[1].shape == copy.shape:
-                    copy = torch.where(torch.isfinite(copy).all(), copy, last[1])
-                self._kept[key] = (buffer, copy, buffer._version)
+                likely = module.training and has_floats and name in module._buffers and tensor.numel() <= _LARGE
+                if not likely and key not in self._changing:
+                    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_meta:
+                        continue
+                    is_buffer = name in module._buffers
+                    version = None if is_buffer else _version(tensor)
+                    self._seen[key] = _Seen(tensor, version, _checksum(tensor) if by_value else None)
+                    if not (by_value and module.training):
+                        continue
+                    if not is_buffer:
+                        if isinstance(module, _LAYERS) or tensor.numel() > room:
+                            continue
+                        room -= tensor.numel()
+                copy, last = tensor.clone(), before.get(key, (None, None))[1]
+                if last is not None and _may_overflow(tensor) and last.shape == copy.shape:
+                    copy = torch.where(torch.isfinite(copy).all(), copy, last)
+                self._kept[key] = (tensor, copy)
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """The batch ends: what has changed against expectation is copied from the next batch on, if it was not in this.
+
+        Reads the device in batch 1, 2, 4, 8, ... if there is anything to be looked at by its values.
+        """
+        changed, flags = set(), {}
+        for key, (tensor, version, checksum) in self._seen.items():
+            if _slots(*key).get(key[1]) is not tensor or version not in (None, _version(tensor)):
+                changed.add(key)
+            elif checksum is not None:
+                flags[key] = (_checksum(tensor) != checksum).to(self._device_of_all)
+        if flags:
+            read = torch.stack(list(flags.values())).tolist()
+            changed.update(key for key, flag in zip(flags, read, strict=True) if flag)
+        if changed:
+            learned = {
+                id(param) for each in self._optimizers for group in each.param_groups for param in group["params"]
+            }
+            changed = {key for key in changed if id(self._seen[key].tensor) not in learned}
+        for key in self._seen.keys() - changed:
+            self._kept.pop(key, None)
+        self._changing |= changed
+        self._seen = {}
+
+    @property
+    def _device_of_all(self) -> torch.device:
+        return next(iter(self._seen.values())).tensor.device
 
     @torch.no_grad()
     def restore_(self, *, only_nonfinite: bool = False) -> None:
@@ -64,16 +138,57 @@ class BufferGuard:
             only_nonfinite: Leave finite buffers as they are: some optimizer has stepped, so the batch did happen, but
                 what an overflow has poisoned must not stay.
         """
-        for (module, name), (tensor, copy, _) in self._kept.items():
-            if only_nonfinite:
-                current = module._buffers.get(name)
-                if current is not None and current.is_floating_point() and current.shape == copy.shape:
+        for (module, name), (tensor, copy) in self._kept.items():
+            slots = _slots(module, name)
+            if tensor is None or copy is None:
+                current = slots.get(name)
+                if current is not None and not (only_nonfinite and bool(torch.isfinite(current).all())):
+                    slots[name] = None
+            elif only_nonfinite:
+                current = slots.get(name)
+                if current is not None and _may_overflow(current) and current.shape == copy.shape:
                     current.copy_(torch.where(torch.isfinite(current).all(), current, copy))
             else:
-                module._buffers[name] = tensor
-                tensor.copy_(copy)
+                slots[name] = tensor
+                if tensor.shape == copy.shape and not _is_expanded(tensor):
+                    tensor.copy_(copy)
+                elif tensor.shape != copy.shape:  # it has grown
+                    tensor.data = copy.clone()
 
 
-def _is_live(module: nn.Module) -> bool:
-    """Whether a forward in training may write to the module's buffers: only then is there anything to lose."""
-    return module.training and any(b is not None and b.is_floating_point() for b in module._buffers.values())
+def _unlearned(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Buffers and frozen parameters of the module itself."""
+    yield from module._buffers.items()
+    for name, param in module._parameters.items():
+        if param is not None and not param.requires_grad:
+            yield name, param
+
+
+def _slots(module: nn.Module, name: str) -> dict[str, Tensor | None]:
+    slots: dict[str, Tensor | None] = module._buffers if name in module._buffers else module._parameters  # type: ignore[assignment]
+    return slots
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts writes, but for those to the tensor's `data`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Of all bits, []; the sum is over integers as wide as the elements, so that no copy is made."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).sum()
+    width = _SAME_WIDTH[tensor.element_size()]
+    return tensor.detach().resolve_neg().view(width).sum(dtype=width)
+
+
+def _may_overflow(tensor: Tensor) -> bool:
+    """Whether it is of a kind that can be looked at for inf and NaN, and written to."""
+    plain = tensor.layout == torch.strided and tensor.element_size() > 1 and not _is_expanded(tensor)
+    return plain and tensor.is_floating_point()
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory: torch writes to none of them."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+    return any(size > 1 and stride == 0 for size, stride in pairs)

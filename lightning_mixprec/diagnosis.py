@@ -24,7 +24,13 @@ from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.opaque import is_transformed
 from lightning_mixprec.overflow import Verdict, Watch
-from lightning_mixprec.replay import Replayer, meets_other_ranks, without_hooks
+from lightning_mixprec.replay import (
+    Replayer,
+    in_backward,
+    meets_other_ranks,
+    without_checkpointing,
+    without_hooks,
+)
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)
@@ -206,7 +212,8 @@ class Diagnosis:
                 self._warned.add(prefix)
                 log.warning("The output of %r outside of a training step is not finite.", prefix)
             return None
-        with without_hooks(network):  # they have been called
+        # Hooks have been called; and a backward would compute again without what is repaired here.
+        with without_hooks(network), without_checkpointing():
             watch = Watch(network, self._replayer, in_fp32=self.in_fp32, repair=self._repair, prefix=prefix)
             try:
                 with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
@@ -237,7 +244,7 @@ class _Sentinel:
     def __call__(self, network: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._diagnosis is None or torch.compiler.is_compiling():
             return None
-        if self._diagnosis.training_step or is_transformed():
+        if self._diagnosis.training_step or in_backward() or is_transformed():
             return None
         diagnosis, self._diagnosis = self._diagnosis, None  # the network is called again inside
         try:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_mixprec.eligible import MULTIPLE
 from lightning_mixprec.layers import SwappedLayer, swap_
 from lightning_mixprec.policy import Float8Recipe, PrecisionPolicy
+from lightning_mixprec.replay import in_backward
 
 try:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -64,11 +65,27 @@ class Products:
         return cls(config, whole, whole._replace(grad_weight=whole.grad_weight._replace(pad_inner_dim=True)))
 
 
+@torch.compiler.allow_in_graph
+class _Product(matmul_with_hp_or_float8_args):
+    """The product of torchao; a gradient that is to have a gradient of its own (``create_graph``) is a 16-bit one.
+
+    fp8 values have none: torchao's backward casts to them by operations of which autograd does not know.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return matmul_with_hp_or_float8_args.backward(ctx, grad_output)
+        rows, weight = ctx.saved_tensors  # [tokens, in], [in, out]
+        return grad_output @ weight.t(), rows.t() @ grad_output, None, None
+
+
 class Float8Layer(SwappedLayer):
     """A linear layer that multiplies fp8 values: 16-bit activations in and out, weights and gradients 16-bit or fp32.
 
     Scales follow the largest magnitude, so nothing finite overflows, and a tensor of zeros gives exact zeros. One that
-    is not finite gives NaN, forward and backward.
+    is not finite gives NaN, forward and backward. A gradient penalty's gradients (``create_graph=True``) are made in 16
+    bits.
 
     Example:
         >>> layer = swap_linear_(nn.Linear(16, 16), "cpu", torch.bfloat16, Products.of("tensorwise", emulate=True))
@@ -92,9 +109,7 @@ class Float8Layer(SwappedLayer):
             rows = input.reshape(-1, input.shape[-1]).to(compute)  # of another width, it is refused below
             # Hardware sums over multiples of 16, and the gradient of the weight sums over tokens.
             gemms = products.ragged if rows.shape[0] % MULTIPLE else products.whole
-            output: Tensor = matmul_with_hp_or_float8_args.apply(
-                rows, self.weight.to(compute).t(), gemms, products.config
-            )
+            output: Tensor = _Product.apply(rows, self.weight.to(compute).t(), gemms, products.config)
             output = output.reshape(*input.shape[:-1], -1)
             return output if self.bias is None else output + self.bias.to(compute)
 
@@ -166,19 +181,21 @@ class TokenCount:
 
     Attributes:
         tokens: Of the layer that took most of them, all its calls together.
+        idle: Names of fp8 layers that took none.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(16, 16))
         >>> swap_linears_(net, ["0"], "cpu", PrecisionPolicy("bf16", fp8=["0"], emulate=True))
         >>> with TokenCount(net) as count:
         ...     _ = net(torch.ones(4, 8, 16))
-        >>> count.tokens
-        32
+        >>> count.tokens, count.idle
+        (32, [])
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._counts: Counter[nn.Module] = Counter()
+        self._layers: dict[str, nn.Module] = {}
         self._handles: list[Any] = []
         self._stance: Any = None
 
@@ -186,9 +203,14 @@ class TokenCount:
     def tokens(self) -> int:  # noqa: D102 documented above
         return max(self._counts.values(), default=0)
 
+    @property
+    def idle(self) -> list[str]:  # noqa: D102 documented above
+        return [name for name, layer in self._layers.items() if not self._counts[layer]]
+
     def __enter__(self) -> TokenCount:
-        for layer in self._model.modules():
+        for name, layer in self._model.named_modules():
             if isinstance(layer, Float8Layer):
+                self._layers[name] = layer
                 self._handles.append(layer.register_forward_pre_hook(partial(_count, self._counts)))
         self._stance = torch.compiler.set_stance("force_eager")
         return self
@@ -200,5 +222,5 @@ class TokenCount:
 
 
 def _count(counts: Counter[nn.Module], layer: nn.Module, args: tuple[Any, ...]) -> None:
-    if args and isinstance(args[0], Tensor):
+    if args and isinstance(args[0], Tensor) and not in_backward():
         counts[layer] += args[0].numel() // max(args[0].shape[-1], 1)

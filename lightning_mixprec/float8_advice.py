@@ -63,7 +63,7 @@ def announce_float8(policy: PrecisionPolicy, plan: PrecisionPlan) -> None:
 
 
 class Float8Advice:
-    """Around the forward of the first batch: counts tokens, and says whether fp8 can pay.
+    """Around the forward of the first batch: counts tokens, and says whether fp8 can pay, and which layers are idle.
 
     Args:
         module: What is trained.
@@ -92,7 +92,13 @@ class Float8Advice:
             Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together.
         """
         tokens = self._count.tokens * trainer.world_size * trainer.accumulate_grad_batches
-        if not tokens:  # no layer qualifies, which has been said
+        if self._count.idle:
+            rank_zero_warn(
+                f"No token of the first batch entered these fp8 layers: {', '.join(self._count.idle)}. Either it did "
+                "not need them, or the model computes with their weights, as in F.linear(x, layer.weight), which "
+                "is done in 16 bits: call the layer, or leave it out of fp8."
+            )
+        if not tokens:  # no layer qualifies, or none was called, which has been said
             return tokens
         given = (getattr(callback, "limits", None) for callback in trainer.callbacks)  # of a PrecisionMonitor
         limits = next((each for each in given if isinstance(each, Limits)), Limits())

@@ -11,7 +11,7 @@ while all is well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_mixprec.magnitudes import cures, differ, headroom_bits, largest, nonfinite
 from lightning_mixprec.opaque import is_transformed, visible_modules
-from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
+from lightning_mixprec.replay import Replayer, ReplayError, apart, in_backward, tensors_in
 
 # Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
 _LARGE_GRADIENT = 0.125
@@ -145,6 +145,7 @@ class Watch:
         self.cleared = set(cleared)
         self._versions: dict[str, list[int]] = {}  # of the inputs of calls that have not ended
         self._replayer, self._compute = replayer, replayer.compute
+        self._lost: set[str] = set()  # names of blamed modules whose output stays what it is
         self._root_cause: str | None = None  # the first that is not finite and that fp32 would not help
         self._visits: dict[str, list[_Visit]] = {}
         self._last: tuple[str, Tensor] | None = None  # what ran before, and its largest output
@@ -181,6 +182,7 @@ class Watch:
         """Forget what the batch before has shown: a new one begins."""
         self.verdicts, self.suspects_found, self._root_cause = [], [], None
         self._visits.clear()
+        self._lost.clear()
         self._last = self._neighbour = None
 
     def report(self) -> str | None:
@@ -202,16 +204,24 @@ class Watch:
     def _after_forward(self, name: str, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._busy or is_transformed():
             return None
+        # Under checkpointing a module is called again in backward: what was repaired is repaired again, by the same
+        # fp32 call, so that both times what follows is given the same.
+        with apart():
+            return self._look(name, label, module, args, kwargs, output)
+
+    def _look(self, name: str, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         bad = bool(nonfinite(output))
         better = None
-        if bad and not self._carries_it(args, kwargs) and not self._below_is_blamed(name, self.verdicts):
+        if bad and not self._carries_it(args, kwargs) and not self._below_is_lost(name):
             better = self._try_forward(name, label, module, args, kwargs, output)
         elif bad and not self.verdicts:
             self._note_cause(f"the input of {label}")
         elif not bad and name in self._inspect:
             better = self._compare(name, module, args, kwargs)
-        replaced = better is not None and self._repair
+        replaced = better is not None and self._repair and _has_grad(better) == _has_grad(output)
         output = better if replaced else output
+        if better is not None and not replaced:
+            self._lost.add(name)
         if not replaced:
             self._note_neighbour(name, output)
         self._follow(name, module, args, kwargs, output)
@@ -219,6 +229,8 @@ class Watch:
 
     def _note_neighbour(self, name: str, output: Any) -> None:
         """Keep what stands beside a blamed layer: what ran before it, and what runs after it."""
+        if in_backward():
+            return
         blamed = self._neighbour
         if blamed is not None and not is_within(name, blamed.layer) and not is_within(blamed.layer, name):
             blamed.headroom[name] = headroom_bits(float(largest(output)), self._compute)
@@ -231,9 +243,9 @@ class Watch:
         found = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         return any(bool((torch.isnan(tensor) | torch.isposinf(tensor)).any()) for tensor in found)
 
-    def _below_is_blamed(self, name: str, verdicts: Iterable[Verdict]) -> bool:
+    def _below_is_lost(self, name: str) -> bool:
         """Without repair a container's output is not finite because of what is inside it."""
-        return not self._repair and any(is_within(verdict.layer, name) for verdict in verdicts)
+        return any(is_within(lost, name) for lost in self._lost)
 
     def _try_forward(self, name: str, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         size = largest((args, kwargs))
@@ -294,7 +306,7 @@ class Watch:
 
     def _blame_forward(self, name: str, module: nn.Module, size: float, better: Any, *, silent: bool = False) -> None:
         beside = {}
-        if self._last is not None and not is_within(self._last[0], name):
+        if self._last is not None and not is_within(self._last[0], name) and not in_backward():
             beside = {self._last[0]: headroom_bits(float(self._last[1]), self._compute)}
         kind = type(module).__name__
         verdict = Verdict(name, kind, "forward", self._compute, size, float(largest(better)), silent, headroom=beside)
@@ -393,6 +405,10 @@ def _blind_watch() -> Watch:
     watch = object.__new__(Watch)
     watch._busy = True
     return watch
+
+
+def _has_grad(value: Any) -> bool:
+    return any(tensor.requires_grad for _, tensor in tensors_in(value))
 
 
 def _versions(value: Any) -> list[int]:

@@ -345,6 +345,8 @@ class MasterWeightPrecision(Precision):
                 self._left_over = self._partial_gradients(self._ledger, self._module) if unfinished else {}
                 self._rounding = {} if self.master_weights is None else self.master_weights.state_dict()
                 self._rests_left = self._rests()
+        if self._steps is not None:
+            self._steps.after_backward()
         module, self._module = self._module, None
         if self._steps is not None and module is not None:
             self._steps.close()
@@ -411,7 +413,8 @@ class MasterWeightPrecision(Precision):
             self._partial = {}
         if self._manual is not None:
             self._manual.begin_batch()
-        with self.forward_context(), steps.training_step(), self._fp8_advice or nullcontext():
+        counted = self._fp8_advice or nullcontext()
+        with self.forward_context(), steps.training_step(uncompiled=self._fp8_advice is not None), counted:
             yield
         if not module.automatic_optimization:
             if self._manual is not None:
@@ -481,6 +484,8 @@ class MasterWeightPrecision(Precision):
         if isinstance(strategy, DDPStrategy):  # reduces here after a static graph's first manual backward
             strategy.post_backward(tensor)
         self._ledger.after_backward()
+        if self._steps is not None and module.automatic_optimization:
+            self._steps.after_backward()
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
             if self._manual is not None and not self.scaler.is_identity:

@@ -4,7 +4,8 @@ Why it exists: that a value is not finite says nothing about its cause. Whether 
 shows when the same call on the same inputs is finite in fp32, and in no other way.
 
 What it leaves out: which calls are worth the time (:mod:`lightning_mixprec.overflow`). A replay leaves no trace: it
-works on copies of inputs and buffers, calls no hooks, and gives attributes and random numbers back.
+works on copies of inputs and buffers, calls no hooks, and gives attributes and random numbers back. To activation
+checkpointing around it, which counts what is saved for backward, it does not exist.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.func import functional_call
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mixprec.layers import Fp32Layer, compute_context, map_tensors, restore_, swap_
 from lightning_mixprec.opaque import visible_modules
@@ -88,6 +92,9 @@ class Replayer:
             fp32: Run the module, and everything below it, as fp32 layers.
             keep: Leave what the call sets on the module's attributes: it takes the place of the call before.
 
+        Returns:
+            Detached if no backward through it is possible, now that the call has ended.
+
         Raises:
             ReplayError: If the module synchronises over ranks, or fails when called this way.
         """
@@ -96,7 +103,11 @@ class Replayer:
             through: Tensor = _Through.apply(param, self._value_of(param))
             return through
 
-        return self._call(module, args, kwargs, weight if fp32 else _as_it_is, fp32=fp32, keep=keep)
+        with self._again(module, args, kwargs, weight if fp32 else _as_it_is, fp32=fp32, keep=keep) as (output, given):
+            pass
+        if keep and not _goes_back(output, given):
+            return map_tensors(output, Tensor.detach)
+        return output
 
     def gradients(
         self,
@@ -133,9 +144,10 @@ class Replayer:
                 leaves.append(fresh.requires_grad_())
             return fresh
 
-        with torch.enable_grad():
+        with torch.enable_grad(), ExitStack() as call:
             fresh_args, fresh_kwargs = map_tensors(args, leaf), map_tensors(kwargs, leaf)
-            output = self._call(module, fresh_args, fresh_kwargs, weight, fp32=fp32)
+            # Up to the end: a module with a checkpointing of its own computes again in backward.
+            output, _ = call.enter_context(self._again(module, fresh_args, fresh_kwargs, weight, fp32=fp32))
             floats = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
             pairs = [
                 (tensor, grad.to(tensor.dtype))
@@ -149,7 +161,8 @@ class Replayer:
                 found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
         return [grad for grad in found if grad is not None]
 
-    def _call(
+    @contextmanager
+    def _again(
         self,
         module: nn.Module,
         args: Any,
@@ -158,14 +171,17 @@ class Replayer:
         *,
         fp32: bool,
         keep: bool = False,
-    ) -> Any:
+    ) -> Iterator[tuple[Any, list[Tensor]]]:
+        """The result, and what it was computed from: copies of the inputs, parameters and buffers."""
         if meets_other_ranks(module):
             raise ReplayError("it would wait for the other ranks")
-        held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
-        held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-        args, kwargs = map_tensors((args, kwargs), torch.clone)  # of which it may change some in place
         try:
             with ExitStack() as contexts:
+                contexts.enter_context(apart())
+                held: dict[str, Tensor] = {name: weight(param) for name, param in module.named_parameters()}
+                held |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+                args, kwargs = map_tensors((args, kwargs), torch.clone)  # of which it may change some in place
+                contexts.enter_context(without_checkpointing())
                 contexts.enter_context(torch.random.fork_rng(devices=self.devices))
                 contexts.enter_context(compute_context(self._device_type, self.compute))
                 contexts.enter_context(_attributes(module, keep=keep))
@@ -173,7 +189,8 @@ class Replayer:
                     contexts.enter_context(without_hooks(module))
                 if fp32:
                     contexts.enter_context(_as_fp32_layers(module, self._device_type, self.compute))
-                return functional_call(module, held, tuple(args), dict(kwargs))
+                contexts.enter_context(_reparametrize_module(module, held, tie_weights=True))
+                yield module(*args, **kwargs), [*held.values(), *(tensor for _, tensor in tensors_in((args, kwargs)))]
         except Exception as error:  # whatever it is: a diagnosis must not end a run
             raise ReplayError(f"{type(module).__name__} cannot be called again: {error}") from error
 
@@ -189,6 +206,20 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0].to(ctx.dtype), None
+
+
+def _goes_back(output: Any, given: Sequence[Tensor]) -> bool:
+    """Whether a backward works: one through a checkpointing of the model's own calls 16-bit layers with fp32 inputs."""
+    outputs = [tensor for _, tensor in tensors_in(output) if tensor.requires_grad]
+    inputs = [tensor for tensor in given if tensor.requires_grad]
+    if not outputs or not inputs:
+        return True
+    try:
+        zeros = [torch.zeros_like(tensor) for tensor in outputs]
+        torch.autograd.grad(outputs, inputs, zeros, retain_graph=True, allow_unused=True)
+    except Exception:  # whatever it is
+        return False
+    return True
 
 
 def meets_other_ranks(module: nn.Module) -> bool:
@@ -229,12 +260,63 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}", item
 
 
-def _as_it_is(param: nn.Parameter) -> Tensor:
-    return param
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _widened(param: nn.Parameter) -> Tensor:
     return param.float() if param.dtype in (torch.float16, torch.bfloat16) else param
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Outside of whatever surrounds the caller and looks at operations or at what they save for backward.
+
+    Activation checkpointing does both: it compares what a forward has saved with what the recomputation saves.
+
+    Example:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> with torch.autograd.graph.saved_tensors_hooks(lambda x: print("saved"), lambda x: x), apart():
+        ...     _ = x * x
+    """
+    # Detached, for an operation that saves its own result would keep itself alive; autograd puts its history back.
+    with saved_tensors_hooks(Tensor.detach, _as_it_is), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Activation checkpointing by torch keeps what it is asked to compute again: by then, a replay has ended.
+
+    Example:
+        >>> with without_checkpointing():
+        ...     y = checkpointing.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
+        >>> y.grad_fn._saved_self
+        tensor([1.], requires_grad=True)
+    """
+    module: Any = checkpointing  # both kinds look these up when they are called, whoever has imported them
+    reentrant, hook = module.CheckpointFunction, module._checkpoint_hook
+    module.CheckpointFunction, module._checkpoint_hook = _NoCheckpoint, nullcontext
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_hook = reentrant, hook
+
+
+class _NoCheckpoint:
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: then it is checkpointing that calls a module, once more.
+
+    Example:
+        >>> in_backward()
+        False
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

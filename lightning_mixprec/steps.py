@@ -10,8 +10,9 @@ What it leaves out: gradients (:mod:`lightning_mixprec.ledger`), the layer behin
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +94,8 @@ class Steps:
         self._answers, self._diagnosis = answers, answers.diagnosis
         self._outcome = outcome
         self._counts_skips = counts_skips
-        self._buffers = BufferGuard(model)
+        self._buffers = BufferGuard(model, ledger.optimizers)
+        self._uncompiled = ExitStack()  # torch's stance on compiled modules, while it is not the user's
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
         self._progress: Any = None  # Lightning's count of steps, once one was skipped
@@ -105,19 +107,37 @@ class Steps:
         self._outcome.begin_batch()
 
     @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Around `training_step`."""
+    def training_step(self, *, uncompiled: bool = False) -> Iterator[None]:
+        """Around `training_step`.
+
+        Args:
+            uncompiled: Run compiled modules uncompiled in this batch, because their insides are looked at.
+        """
+        self.after_backward()
         if self._decided:
             self._buffers.remember()
             self._decided = False
         if not self._ledger.window_open:
             self._diagnosis.begin_batch()
+        checkup = self._diagnosis.checkup()
+        if "torch._dynamo" in sys.modules and (uncompiled or not isinstance(checkup, nullcontext)):
+            # Up to the end of backward: checkpointing refuses a second forward that is not what the first was.
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         self.in_training_step = self._diagnosis.training_step = True
         try:
-            with self._diagnosis.checkup():
+            with checkup:
                 yield
+        except BaseException:
+            self.after_backward()
+            raise
         finally:
             self.in_training_step = self._diagnosis.training_step = False
+        if not self._model.automatic_optimization:
+            self.after_backward()
+
+    def after_backward(self) -> None:
+        """The last backward of a batch has been: compiled modules run compiled again."""
+        self._uncompiled.close()
 
     def note_loss(self, loss: Tensor) -> None:
         """A backward begins from ``loss``, not scaled yet."""
@@ -193,11 +213,13 @@ class Steps:
         Raises:
             NonFiniteGradientsError: If too many batches in a row were skipped.
         """
+        self.after_backward()
         skipped = bool(self._outcome.optimizers)
         stepped = self._ledger.end_batch()
         if stepped is None:
             return
         self._decided, self._nonfinite_loss = True, None
+        self._buffers.look()
         watch = self._diagnosis.watch
         repaired = watch is not None and bool(watch.verdicts)  # the lost results have been in the statistics
         if skipped or repaired:

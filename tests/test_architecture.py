@@ -10,7 +10,7 @@ TORCH_ONLY = {
     "plan": set(),
     "practice": set(),
     "policy": {"eligible", "plan", "practice"},
-    "float8": {"eligible", "layers", "policy"},
+    "float8": {"eligible", "layers", "policy", "replay"},
     "scaler": set(),
     "buffers": set(),
     "opaque": set(),

@@ -797,7 +797,85 @@ def test_gradients_are_checkpointed_as_well():
     assert_same(snapshot(one), snapshot(two))
 
 
+# Gradients of gradients
+
+
+class Curved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def penalty(net, x):
+    """Of a critic: the gradient by its input, squared; and its parameters' gradients of that."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    loss = grad.square().mean()
+    found = torch.autograd.grad(loss, [layer.weight for layer in net.layers])
+    return loss.detach(), found
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gradient_penalty_has_gradients(recipe, tokens):
+    net, exact = Curved().bfloat16(), Curved().double()
+    for layer in net.layers:
+        swap_linear_(layer, "cpu", BF16, Products.of(recipe, emulate=True))
+    x = torch.randn(tokens, 32)
+    loss, found = penalty(net, x.bfloat16())
+    expected_loss, expected = penalty(exact, x.double())
+    assert float(loss) == pytest.approx(float(expected_loss), rel=0.1)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() < 0.15 * other.norm()
+
+
+def test_a_gradient_penalty_is_trained_on():
+    class Critic(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Curved()
+
+        def training_step(self, batch, _):
+            x = batch.requires_grad_()
+            (grad,) = torch.autograd.grad(self.net(x).float().sum(), x, create_graph=True)
+            return (grad.norm(dim=1) - 1).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    torch.manual_seed(1)
+    batches = [torch.randn(16, 32) for _ in range(8)]
+    ends = []
+    for which in ("fp32", policy()):
+        module, plugin = Critic(), MasterWeightPrecision(which)
+        start = snapshot(module)
+        make_trainer(plugin).fit(module, loader(batches))
+        assert (plugin.real_steps, plugin.skipped_steps) == (8, 0)
+        ends.append(torch.cat([(value - start[name]).flatten() for name, value in snapshot(module).items()]))
+    assert plugin.plan.fp8_layers == ["net.layers.1", "net.layers.2"]
+    assert (ends[1] - ends[0]).norm() < 0.3 * ends[0].norm()
+
+
 # Compiled
+
+
+def test_compiled_backward_multiplies_fp8_values():
+    """And not 16-bit ones, as where a gradient has a gradient."""
+    torch._dynamo.reset()
+    layer, x, grad = float8_linear(bias=False), torch.randn(32, 64).to(BF16), torch.randn(32, 48).to(BF16)
+    _, *expected = reference_linear(x, layer.weight, grad, "tensorwise")
+    inputs = x.clone().requires_grad_()
+    torch.compile(layer, backend="aot_eager")(inputs).backward(grad)
+    exact = (grad.double() @ layer.weight.double(), grad.double().T @ x.double())
+    for found, fp8, wide in zip((inputs.grad, layer.weight.grad), expected, exact, strict=True):
+        assert (found.double() - fp8).norm() < 0.004 * fp8.norm()
+        assert (found.double() - wide).norm() > 0.01 * wide.norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -816,6 +894,28 @@ def test_compiled_without_graph_breaks_and_once(recipe):
     assert compiled.losses == pytest.approx(eager.losses, rel=2e-3)
     assert sum(counters["graph_break"].values()) == 0
     assert graphs == [0, 1, 1, 1, 1, 1]  # tokens of the first batch are counted, uncompiled
+
+
+def test_compiled_blocks_under_checkpointing():
+    """Tokens of the first batch are counted uncompiled, and its backward calls the layers once more."""
+    torch._dynamo.reset()
+
+    class Checkpointed(Blocks):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    eager, compiled = Module(Checkpointed()), Module(Checkpointed())
+    compiled.load_state_dict(eager.state_dict())
+    for block in compiled.net.blocks:
+        block.compile(backend="aot_eager")
+    for module in (eager, compiled):
+        plugin = MasterWeightPrecision(policy())
+        fit(module, plugin)
+        assert (plugin.fp8_tokens, plugin.real_steps) == (24, 6)
+    assert compiled.losses == pytest.approx(eager.losses, rel=2e-3)
 
 
 class Loud(nn.Module):
@@ -900,6 +1000,58 @@ def test_small_batches_are_told_so_once(tmp_path):
     assert "2,000,000" in said[0]
     assert plugin.fp8_tokens == 48
     assert "mixprec/fp8_tokens" in (tmp_path / "metrics.csv").read_text()
+
+
+class TakesWeights(nn.Module):
+    """Computes with the weights of two of its layers, and calls the others."""
+
+    def __init__(self, called=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.called = called
+
+    def forward(self, x):
+        for layer in self.layers[: self.called]:
+            x = layer(x)
+        for layer in self.layers[self.called :]:
+            x = F.linear(x, layer.weight, layer.bias)
+        return x
+
+
+@pytest.mark.parametrize(("called", "named"), [(4, ["net.layers.4"]), (0, [f"net.layers.{i}" for i in range(1, 5)])])
+def test_layers_that_no_token_enters_are_named_once(called, named):
+    plugin = MasterWeightPrecision(policy())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Module(TakesWeights(called)), plugin)
+    assert plugin.plan.fp8_layers == [f"net.layers.{i}" for i in range(1, 5)]
+    (said,) = [str(warning.message) for warning in caught if "No token" in str(warning.message)]
+    assert f"these fp8 layers: {', '.join(named)}. " in said
+    assert plugin.fp8_tokens == (24 if called else 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_tokens_are_counted_once_though_computed_again(use_reentrant):
+    """In manual optimization the backward is within the step."""
+
+    class Checkpointed(Blocks):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    class Manual(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    plugin = MasterWeightPrecision(policy())
+    fit(Manual(Checkpointed()), plugin)
+    assert plugin.fp8_tokens == 24
 
 
 def test_large_batches_are_not_warned_of(caplog):
