@@ -17,7 +17,8 @@ from torch import nn
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
 from recipes import experiments, memory
 from recipes.config import ConfigError, build, build_all, check_targets
-from recipes.signatures import mismatch, signature_of
+from recipes.hints import mismatch
+from recipes.signatures import signature_of
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
