@@ -83,11 +83,11 @@ def run_problems(config: dict[str, Any]) -> list[str]:
 
     Example:
         >>> run_problems({"seed": 0, "trainer": {"_target_": "lightning.Trainer", "max_steps": 0}})
-        ['trainer.max_steps=0: trains nothing; it must be at least 1, or -1 for no limit.']
+        ['trainer.max_steps=0 trains nothing; it must be at least 1, or -1 for no limit.']
     """
     settings, callbacks = config.get("trainer") or {}, config.get("callbacks") or {}
     found = [
-        f"trainer.{key}={settings[key]}: {right}."
+        f"trainer.{key}={settings[key]} {right}."
         for key, (wrong, right) in WRONG.items()
         if settings.get(key) is not None and wrong(settings[key])
     ]
