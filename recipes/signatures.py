@@ -224,7 +224,7 @@ def _endless(node: Any, path: str) -> Iterator[Problem]:
     Infinity has a meaning below `callbacks` alone, as a limit that is never reached; constructors there may refuse it.
     """
     if isinstance(node, float) and (math.isnan(node) or (math.isinf(node) and not path.startswith("callbacks."))):
-        yield Problem(path, f"{path}={node}: takes a finite number. {REMEDY}")
+        yield Problem(path, f"{path}={node}: must be a finite number. {REMEDY}")
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in children:
         yield from _endless(child, f"{path}.{key}" if path else str(key))

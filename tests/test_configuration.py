@@ -198,15 +198,15 @@ def test_values_of_a_sweep_are_checked_for_all_jobs(
 IN_VAIN = {
     "objective.sigma_data=nan objective.P_std=nan objective.sigma_max=inf optimizer.lr=inf optimizer.betas=[nan,0.9] "
     "scheduler.start_factor=nan trainer.gradient_clip_val=-inf objective.gamma=inf callbacks.samples.guidance=nan": [
-        "objective.sigma_data=nan: takes a finite number",
-        "objective.P_std=nan: takes",
-        "objective.sigma_max=inf: takes",
-        "optimizer.lr=inf: takes",
-        "optimizer.betas.0=nan: takes",
-        "scheduler.start_factor=nan: takes",
-        "trainer.gradient_clip_val=-inf: takes",
-        "objective.gamma=inf: takes",
-        "callbacks.samples.guidance=nan: takes",
+        "objective.sigma_data=nan: must be a finite number",
+        "objective.P_std=nan: must",
+        "objective.sigma_max=inf: must",
+        "optimizer.lr=inf: must",
+        "optimizer.betas.0=nan: must",
+        "scheduler.start_factor=nan: must",
+        "trainer.gradient_clip_val=-inf: must",
+        "objective.gamma=inf: must",
+        "callbacks.samples.guidance=nan: must",
     ],
     "trainer.max_steps=0 trainer.max_epochs=0 trainer.limit_train_batches=0 trainer.gradient_clip_val=-1 "
     "trainer.accumulate_grad_batches=0 trainer.log_every_n_steps=-1 trainer.max_time='0:00:00:00' seed=-1 "
@@ -314,7 +314,7 @@ def test_a_schedule_as_long_as_the_run_is_taken_and_left_as_it_was() -> None:
         (audit, "seed=-1", "seed=-1 must be a whole number from 0"),
         (train_autoencoder, "optimizer.differentiable=true", "optimizer.differentiable=True"),
         (train_autoencoder, "trainer.max_steps=0 seed=-1", "trainer.max_steps=0 trains nothing"),
-        (train_autoencoder, "kl_weight=nan", "kl_weight=nan: takes a finite number"),
+        (train_autoencoder, "kl_weight=nan", "kl_weight=nan: must be a finite number"),
         (benchmark, "trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be"),
     ],
 )
