@@ -91,7 +91,7 @@ def advance(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> None:
         >>> schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
         >>> advance(schedule, optimizer, steps=8)
         Traceback (most recent call last):
-        ValueError: at step 5 of 8: Tried to step 5 times. The total number of steps is 4
+        ValueError: at step 5 of 8: Tried to step 5 times. The specified number of total steps is 4
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
