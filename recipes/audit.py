@@ -29,8 +29,11 @@ from rich.text import Text
 from lightning_mixprec import MasterWeightPrecision, audit
 from lightning_mixprec.audit_result import Audit
 from recipes import command_line
+from recipes.checks import check_model
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.first_step import check_optimizer
+from recipes.settings import seed_problems
 
 OPTION = "policy"
 """Name of the option that is written: `precision=policy`."""
@@ -47,7 +50,9 @@ def audit_recipe(config: dict[str, Any], output_dir: Path) -> Audit:
         ConfigError: Before anything is computed.
     """
     check_targets(config)
-    for key, least in (("seed", 0), ("steps", 0), ("batches", 1), ("samples", 1)):
+    if problems := seed_problems(config):
+        raise ConfigError(*problems)
+    for key, least in (("steps", 0), ("batches", 1), ("samples", 1)):
         if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < least:
             raise ConfigError(f"{key}={config[key]} must be a whole number, at least {least}.")
     plugin = build(config, "precision")
@@ -63,11 +68,13 @@ def audit_recipe(config: dict[str, Any], output_dir: Path) -> Audit:
         plugin.policy.resolve(module)
     except ValueError as error:
         raise ConfigError(f"precision.policy: {error}") from error
-    with refusals(config, "optimizer"):
-        optimizer = module.make_optimizer()
+    check_optimizer(config, module, make_optimizer, device=module.device)
+    optimizer = module.make_optimizer()
 
     data = build(config, "data")
-    data.setup("fit")
+    with refusals(config, "data"):
+        data.setup("fit")
+    check_model(config, module, data.image_shape, data.num_classes)
     if not data.steps_per_epoch:
         raise ConfigError(
             f"data.batch_size={data.batch_size}: {len(data.train)} training samples do not fill one batch. "

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recipes.config import ConfigError
+from recipes.sizes import at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = "model.safetensors"
@@ -71,8 +72,13 @@ class Autoencoder(nn.Module):
         scaling_factor: float = 1.0,
     ) -> None:
         super().__init__()
-        if odd := [channels for channels in block_out_channels if channels % norm_num_groups]:
-            raise ValueError(f"block_out_channels={odd} must be multiples of norm_num_groups={norm_num_groups}.")
+        at_least_one(in_channels=in_channels, latent_channels=latent_channels, norm_num_groups=norm_num_groups)
+        channels = list(block_out_channels)
+        if not channels or any(c < 1 or c % norm_num_groups for c in channels):
+            raise ValueError(
+                f"block_out_channels={channels} must be a non-empty list of multiples of "
+                f"norm_num_groups={norm_num_groups}."
+            )
         self.config = {
             "in_channels": in_channels,
             "latent_channels": latent_channels,

@@ -34,6 +34,7 @@ from recipes.benchmark_report import Measured, recommendation, show, write
 from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.diffusion import DiffusionModule
 from recipes.measure import Clock, Operations, SavedForBackward, gradient_bytes, live_bytes
+from recipes.settings import run_problems
 from recipes.train import quiet
 
 
@@ -212,6 +213,8 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
         ConfigError: Before anything is trained.
     """
     check_targets(config)
+    if problems := run_problems({**config, "callbacks": {}}):
+        raise ConfigError(*problems)
     for key, least in (("rounds", 1), ("warmup", 3), ("steps", 1)):
         if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < least:
             raise ConfigError(f"{key}={config[key]} must be a whole number, at least {least}.")

@@ -24,32 +24,21 @@ from recipes.config import ConfigError, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.sampler import Sampler
 
-NEEDED = ("data", "model", "objective", "sampler", "precision", "trainer", "optimizer")
-"""Parts without which there is nothing to train."""
 
+def check_shares(data: Any, ranks: int, settings: dict[str, Any]) -> int:
+    """Images of one process in one batch; refuses a step that cannot be shared evenly, or would be shared twice.
 
-def check_settings(config: dict[str, Any]) -> None:
-    """Refuse a configuration without one of its parts, a seed out of range, and two ways to resume at once."""
-    problems = [
-        f"{part} is missing: nothing builds it. Choose an option of the group, {part}=NAME; --help lists them."
-        for part in NEEDED
-        if not (isinstance(config.get(part), dict) and "_target_" in config[part])
-    ]
-    trainer = config.get("trainer") or {}
-    if trainer.get("val_check_interval", 1) == 0:
-        problems.append("trainer.val_check_interval=0 must be a number of batches, or a share of an epoch, above 0.")
-    if not 0 <= config["seed"] < 2**32:
-        problems.append(f"seed={config['seed']} must be a whole number from 0 to {2**32 - 1}.")
-    if config.get("resume") and config.get("ckpt_path") not in (None, "auto"):
-        problems.append(
-            f"resume=auto chooses the checkpoint, and ckpt_path={config['ckpt_path']} names one. Leave one of them out."
+    Args:
+        data: The data module.
+        ranks: Number of processes.
+        settings: The trainer's arguments.
+    """
+    accumulated = settings.get("accumulate_grad_batches", 1)
+    if ranks > 1 and settings.get("use_distributed_sampler", True):
+        raise ConfigError(
+            "trainer.use_distributed_sampler=true: Lightning would put a loader of its own in place of the recipe's, "
+            "which shares samples among processes by itself. Write trainer.use_distributed_sampler=false."
         )
-    if problems:
-        raise ConfigError(*problems)
-
-
-def check_shares(data: Any, ranks: int, accumulated: int) -> int:
-    """Images of one process in one batch; refuses a step that cannot be shared evenly."""
     try:
         return data.micro_batch(ranks, accumulated)
     except ValueError as error:
@@ -69,7 +58,7 @@ def check_masters(config: dict[str, Any], strategy: Any) -> None:
         )
 
 
-def check_batches(trainer: L.Trainer, data: Any) -> None:
+def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> None:
     """Refuse a batch that cannot be shared, an epoch without steps, and steps that would see another batch.
 
     Lightning steps at the end of an epoch even if the accumulation is incomplete
@@ -86,7 +75,7 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
             "GradientAccumulationScheduler: data.batch_size is the batch of every step. Write "
             "trainer.accumulate_grad_batches=NUMBER instead."
         )
-    micro_batch = check_shares(data, ranks, accumulated)
+    micro_batch = check_shares(data, ranks, settings)
     if data.steps_per_epoch == 0:
         shares = ranks * accumulated
         raise ConfigError(
@@ -96,6 +85,10 @@ def check_batches(trainer: L.Trainer, data: Any) -> None:
     batches = data.steps_per_epoch * accumulated
     limit = trainer.limit_train_batches
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
+    if batches == 0:
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit}: that share of an epoch is no batch. Write a number of batches."
+        )
     if batches % accumulated:
         nearest = " or ".join(
             str(n) for n in (batches // accumulated * accumulated, -(-batches // accumulated) * accumulated) if n
@@ -150,15 +143,6 @@ def check_sampler(config: dict[str, Any], sampler: Sampler, module: DiffusionMod
     """Refuse a sampler that the objective has no use for before an hour of training has passed."""
     with refusals(config, "sampler"):
         sampler.check(module.objective)
-
-
-def check_optimizer(config: dict[str, Any], module: DiffusionModule) -> None:
-    """Build optimizer and scheduler once for nothing: what they refuse is refused before processes and files exist."""
-    with refusals(config, "optimizer"):
-        optimizer = module.make_optimizer()
-    if module.make_scheduler is not None:
-        with refusals(config, "scheduler"):
-            module.make_scheduler(optimizer)
 
 
 def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:

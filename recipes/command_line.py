@@ -32,11 +32,11 @@ from recipes.config import ConfigError, collected, fail, quoted, resolved
 from recipes.earlier_runs import complete_run, interrupted_run
 from recipes.experiments import purposes
 from recipes.files import Files
+from recipes.hints import did_you_mean
 from recipes.signatures import (
     HYDRA_KEYS,
     OWNED_BY_GROUPS,
     Problem,
-    did_you_mean,
     problems_in,
     signature_of,
     unknown_key,
@@ -90,7 +90,7 @@ def checked(argv: list[str], config_name: str) -> list[str]:
             try:
                 parsed += parser.parse_overrides([line])
             except HydraException as error:
-                problems.append(f"{line}: {str(error).strip()}")
+                problems.append(f"{line}: {str(error).strip()}{_how_to_quote(line, parser)}")
         if not args.multirun:
             problems += [
                 f"{o.input_line}: several values need a sweep. Add -m, or quote the value: \"'a,b'\"."
@@ -121,6 +121,17 @@ def checked(argv: list[str], config_name: str) -> list[str]:
     # Overrides last: Hydra's parser refuses them on both sides of an option such as -m.
     flags = [a for a in argv if a not in args.overrides]
     return [*flags, *(rewrite.get(line, line) for line in args.overrides), *shared]
+
+
+def _how_to_quote(line: str, parser: OverridesParser) -> str:
+    """What to write instead of a value with characters that Hydra has a use for, such as the path of a file."""
+    key, _, value = line.partition("=")
+    written = f"{key}={quoted(Path(value))}"
+    try:
+        parser.parse_overrides([written])
+    except HydraException:
+        return ""
+    return f' If that is a text, quote it, for the shell too: "{written}".' if value else ""
 
 
 def _search_path(config_dir: str | None, overrides: list[Override]) -> list[str]:

@@ -21,7 +21,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, Node
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from recipes.signatures import HYDRA_KEYS, MISSING, REMEDY, Problem, did_you_mean, keywords_of, problems_in
+from recipes.hints import MISSING, did_you_mean
+from recipes.signatures import HYDRA_KEYS, REMEDY, Problem, keywords_of, problems_in
 
 
 class ConfigError(Exception):

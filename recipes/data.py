@@ -111,8 +111,9 @@ class DataModule(L.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1.")
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers} must be at least 0.")
+        for name, value in (("num_workers", num_workers), ("seed", seed)):
+            if value < 0:
+                raise ValueError(f"{name}={value} must be at least 0.")
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers

@@ -17,6 +17,7 @@ how labels are dropped (`recipes.diffusion`).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,6 +61,22 @@ def over(coefficient: Tensor, images: Tensor) -> Tensor:
     return coefficient.reshape(-1, *[1] * (images.ndim - 1))
 
 
+def positive(**numbers: float) -> None:
+    """Refuse numbers that are not above 0 and finite; NaN is neither.
+
+    Raises:
+        ValueError: With the first of them.
+
+    Example:
+        >>> positive(gamma=5.0, sigma_data=float("nan"))
+        Traceback (most recent call last):
+        ValueError: sigma_data=nan must be positive and finite.
+    """
+    for name, number in numbers.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name}={number} must be positive and finite.")
+
+
 @dataclass
 class Objective(ABC):
     """What EDM, DDPM and flow matching have in common.
@@ -90,8 +107,7 @@ class Objective(ABC):
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_dropout <= 1.0:
             raise ValueError(f"label_dropout={self.label_dropout} must be a probability between 0 and 1.")
-        if self.gamma <= 0:
-            raise ValueError(f"gamma={self.gamma} must be positive.")
+        positive(gamma=self.gamma)
         weights(self.weighting, self.gamma, torch.ones(1), torch.ones(1))  # refuses an unknown name
 
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.sizes import at_least_one
 from recipes.unet import TimestepEmbedding, call, sinusoid
 
 TIME_FEATURES = 256
@@ -144,6 +145,16 @@ class DiT(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        at_least_one(
+            in_channels=in_channels,
+            image_size=image_size,
+            patch_size=patch_size,
+            hidden_size=hidden_size,
+            depth=depth,
+            num_heads=num_heads,
+        )
+        if int(hidden_size * mlp_ratio) < 1:
+            raise ValueError(f"mlp_ratio={mlp_ratio} leaves nothing in the middle of the MLP. Choose 4.")
         if image_size % patch_size:
             raise ValueError(f"patch_size={patch_size} does not divide image_size={image_size}. Choose a divisor.")
         if hidden_size % num_heads or hidden_size % 4:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.layers import compute_context, swap_layers_
-from recipes import checks
+from recipes import checks, first_step
 from recipes.config import ConfigError, build, build_all, collected
 from recipes.diffusion import DiffusionModule
 from recipes.loading import Batch
@@ -132,10 +132,17 @@ def without_devices(config: dict[str, Any]) -> None:
     )
     shape = known_shape(config, parts["data"], module)
     ranks = processes(settings)
-    size = checks.check_shares(parts["data"], ranks, settings.get("accumulate_grad_batches", 1))
+    size = checks.check_shares(parts["data"], ranks, settings)
     for check in (
         lambda: checks.check_sampler(config, parts["sampler"], module),
-        lambda: checks.check_optimizer(config, module),
+        lambda: first_step.check_optimizer(
+            config,
+            module,
+            parts["optimizer"],
+            parts["scheduler"],
+            torch.device("cpu") if settings.get("accelerator") == "cpu" else None,
+            first_step.steps_of(settings),
+        ),
         lambda: checks.check_masters(config, parts["strategy"]),
     ):
         with collected(problems):

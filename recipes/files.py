@@ -22,7 +22,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from recipes.signatures import Problem, did_you_mean
+from recipes.hints import did_you_mean
+from recipes.signatures import Problem
 
 
 class Files:

@@ -6,13 +6,14 @@ sampling meet; all else is theirs in common (`recipes.denoising`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from recipes.denoising import Objective, over, wide
+from recipes.denoising import Objective, over, positive, wide
 from recipes.density import DensityName, log_normal, unit_times
 from recipes.schedule import Schedule, ScheduleName
 
@@ -54,11 +55,10 @@ class EDM(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sigma_data <= 0 or self.P_std <= 0:
-            raise ValueError(f"sigma_data={self.sigma_data} and P_std={self.P_std} must be positive.")
-        if not 0 < self.sigma_min < self.sigma_max:
+        positive(sigma_data=self.sigma_data, P_std=self.P_std, rho=self.rho)
+        if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ValueError(
-                f"sigma_min={self.sigma_min} and sigma_max={self.sigma_max} must be 0 < sigma_min < sigma_max."
+                f"sigma_min={self.sigma_min} and sigma_max={self.sigma_max} must be 0 < sigma_min < sigma_max, finite."
             )
 
     def times(self, normal: Tensor) -> Tensor:
@@ -139,6 +139,9 @@ class DDPM(Objective):
                 "prediction='epsilon' says nothing about the image where there is noise alone, as zero_snr=True has "
                 "it. Choose prediction='v' or prediction='x0'."
             )
+        positive(P_std=self.P_std)
+        if self.clip is not None:
+            positive(clip=self.clip)
         unit_times(self.density, torch.zeros(1), self.P_mean, self.P_std)  # refuses an unknown name
         self._path = Schedule(self.schedule, self.timesteps, self.zero_snr)
 
@@ -208,8 +211,7 @@ class FlowMatching(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shift <= 0:
-            raise ValueError(f"shift={self.shift} must be positive.")
+        positive(shift=self.shift, P_std=self.P_std)
         unit_times(self.density, torch.zeros(1), self.P_mean, self.P_std)  # refuses an unknown name
 
     def times(self, normal: Tensor) -> Tensor:

@@ -50,10 +50,17 @@ class ProgressLine(TQDMProgressBar):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if sys.stdout.isatty() or not self._enabled or not trainer._logger_connector.should_update_logs:
             return
-        now = time.monotonic()
-        if now - self._last < self.seconds and not trainer.should_stop:
-            return
-        self._last = now
+        if time.monotonic() - self._last >= self.seconds and not trainer.should_stop:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last line, which the last validation comes before."""
+        super().on_train_end(trainer, pl_module)
+        if not sys.stdout.isatty() and self._enabled:
+            self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        self._last = time.monotonic()
         steps = f"/{trainer.max_steps}" if trainer.max_steps != -1 else ""
         shown = [f"epoch {trainer.current_epoch}", f"step {trainer.global_step}{steps}"]
         shown += [f"{name} {short(float(value))}" for name, value in trainer.progress_bar_metrics.items()]

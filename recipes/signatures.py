@@ -1,33 +1,26 @@
 """What a configuration says beside each `_target_`, compared with the signature of what the target names.
 
-Keys that nobody takes, values of the wrong type, arguments that are required and not given: all of them are found
-before anything is built, wherever they were written. Values are compared with type hints as far as YAML can tell types
-apart (numbers, text, true and false, lists, nothing); everything else is for the constructor to judge.
+Keys that nobody takes, values of the wrong type, numbers that are none, arguments that are required and not given: all
+of them are found before anything is built, wherever they were written. Everything else is for the constructor to judge.
 
-It leaves out where a key was written (`recipes.overrides`) and what constructors refuse (`recipes.config.build`).
+It leaves out how a value is compared with a type hint (`recipes.hints`), where a key was written (`recipes.files`), and
+what constructors refuse (`recipes.config.build`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, get_type_hints
 
-from torch import Tensor
+from recipes.hints import MISSING, allowed_by, did_you_mean, mismatch
 
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
-"""Types that YAML can tell apart, in the words of an error."""
-
 REMEDY = "Change it, or leave it out."
-
-MISSING = "???"
-"""What OmegaConf calls a value that somebody must still give."""
 
 SETTINGS: dict[str, Any] = {
     "seed": int,
@@ -54,6 +47,13 @@ OWNED_BY_GROUPS = {
 """Trainer arguments that a group provides, and what to write instead."""
 
 
+HANDS_ON = {"lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel"}
+"""Classes that take any keyword and hand it on to another, whose keywords are theirs."""
+
+HINTS: dict[str, Any] = {"broadcast_buffers": bool, "bucket_cap_mb": float}
+"""Of keywords that are handed on, where neither a hint nor a default tells."""
+
+
 class Problem(NamedTuple):
     """One thing to change.
 
@@ -64,17 +64,6 @@ class Problem(NamedTuple):
 
     key: str
     text: str
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or nothing if nothing is near.
-
-    Example:
-        >>> did_you_mean("max_step", ["max_steps", "devices"])
-        " Did you mean 'max_steps'?"
-    """
-    near = difflib.get_close_matches(given, list(known), n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
 def unknown_key(path: str, known: Iterable[str], taker: str) -> str:
@@ -120,7 +109,7 @@ def signature_of(target: str) -> Signature:
         (True, ['inplace'])
     """
     try:
-        constructor = _located(target)
+        constructor = located(target)
     except Exception as error:  # importing runs arbitrary code
         raise ValueError(f"{target} cannot be imported: {error}{_near_names(target)}") from error
     try:
@@ -128,16 +117,27 @@ def signature_of(target: str) -> Signature:
     except (TypeError, ValueError):  # some builtins have no signature; they are checked when they are called
         return Signature([], [], set(), True, {})
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return Signature(
+    own = Signature(
         names=[p.name for p in named],
         required=[p.name for p in named if p.default is p.empty],
         optional={p.name for p in named if p.default is None},
         takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
         hints=_hints_of(constructor),
     )
+    taker = HANDS_ON.get(f"{constructor.__module__}.{getattr(constructor, '__qualname__', '')}")
+    return own if taker is None else _with_handed_on(own, located(taker))
 
 
-def _located(target: str) -> Any:
+def _with_handed_on(own: Signature, taker: Any) -> Signature:
+    """A signature and the optional keywords of the class that gets the rest; those are bool whose default is."""
+    given = [p for p in inspect.signature(taker).parameters.values() if p.default is not p.empty]
+    hints = HINTS | {p.name: bool for p in given if isinstance(p.default, bool)}
+    names = [p.name for p in given if p.name not in own.names]
+    optional = own.optional | {p.name for p in given if p.default is None}
+    return Signature([*own.names, *names], own.required, optional, False, hints | own.hints)
+
+
+def located(target: str) -> Any:
     """The object with a dotted path; what importing its module raises is raised."""
     found: Any = None
     parts = target.split(".")
@@ -157,7 +157,7 @@ def _located(target: str) -> Any:
 
 def keywords_of(target: str) -> list[str]:
     """Keywords of a class and of those it is made of, to which it may hand on what it does not know itself."""
-    constructor = _located(target)
+    constructor = located(target)
     calls: list[Any] = [constructor]
     if inspect.isclass(constructor):
         calls = [vars(base)["__init__"] for base in constructor.__mro__ if "__init__" in vars(base)]
@@ -215,7 +215,19 @@ def problems_in(config: dict[str, Any]) -> list[Problem]:
             found.append(Problem(f"trainer.{owned}", text))
     for where, node in _target_nodes(config, ""):
         found += _problems_of(where, node)
-    return found
+    return [*found, *_endless(config, "")]
+
+
+def _endless(node: Any, path: str) -> Iterator[Problem]:
+    """Numbers that are none, which every comparison lets through, and infinite ones.
+
+    Infinity has a meaning below `callbacks` alone, as a limit that is never reached; constructors there may refuse it.
+    """
+    if isinstance(node, float) and (math.isnan(node) or (math.isinf(node) and not path.startswith("callbacks."))):
+        yield Problem(path, f"{path}={node}: must be a finite number. {REMEDY}")
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield from _endless(child, f"{path}.{key}" if path else str(key))
 
 
 def _not_an_object(key: str, node: Any, named: bool) -> list[Problem]:
@@ -260,76 +272,8 @@ def _problems_of(where: str, node: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _give(where: str, key: str, hints: dict[str, Any]) -> str:
-    taken = _allowed(hints.get(key, Any))
+    taken = allowed_by(hints.get(key, Any))
     return f"Write {where}.{key}=VALUE{f', {taken}' if taken else ''}."
-
-
-def _allowed(hint: Any) -> str:
-    words = [repr(c) for kind in _alternatives(hint) if get_origin(kind) is Literal for c in get_args(kind)]
-    words += [WORDS[kind] for kind in _alternatives(hint) if kind in WORDS]
-    words += [WORDS[list] for kind in _alternatives(hint) if get_origin(kind) in (list, tuple, Sequence)]
-    return " or ".join(dict.fromkeys(words))
-
-
-def mismatch(value: Any, hint: Any) -> str:
-    """What an argument takes instead of this value, or nothing if the value fits, or the hint is not a simple one.
-
-    Example:
-        >>> mismatch("abc", int | None), mismatch(3, float), mismatch("x", Tensor | float), mismatch(None, int)
-        ('a whole number.', '', 'a number.', 'a whole number.')
-        >>> mismatch("splitt", Literal["fp32", "split"])
-        "'fp32' or 'split'. Did you mean 'split'?"
-        >>> mismatch([0.9], tuple[float, float])
-        'a list of 2.'
-    """
-    if hint is Any or value == MISSING or (isinstance(value, str) and "${" in value):
-        return ""
-    if isinstance(value, dict) and "_target_" in value:  # an object
-        return ""
-    allowed: list[str] = []
-    choices: list[str] = []
-    for kind in _alternatives(hint):
-        origin = get_origin(kind) or kind
-        if kind is NoneType:
-            if value is None:
-                return ""
-        elif origin is Literal:
-            if value in get_args(kind):
-                return ""
-            choices += map(str, get_args(kind))
-            allowed += map(repr, get_args(kind))
-        elif origin in (list, tuple, Sequence):
-            problem = _sequence_mismatch(value, origin, get_args(kind))
-            if not problem:
-                return ""
-            allowed.append(problem)
-        elif kind in WORDS:
-            if type(value) is kind or (kind is float and type(value) is int):
-                return ""
-            allowed.append(WORDS[kind])
-        elif kind is not Tensor:  # any other class may be built from what YAML can say
-            return ""
-    if not allowed:
-        return ""
-    whole = f" (write {value:.0f})" if isinstance(value, float) and value.is_integer() else ""
-    return f"{' or '.join(dict.fromkeys(allowed))}{whole}.{did_you_mean(str(value), choices)}"
-
-
-def _sequence_mismatch(value: Any, origin: Any, kinds: tuple[Any, ...]) -> str:
-    fixed = origin is tuple and kinds and kinds[-1] is not Ellipsis
-    element = kinds[0] if kinds else Any
-    if isinstance(value, str) and not fixed:  # a text is a sequence of texts; a number is no sequence
-        return WORDS[list] if mismatch(value, element) else ""
-    if not isinstance(value, list) or any(mismatch(v, element) for v in value):
-        return WORDS[list]
-    return f"a list of {len(kinds)}" if fixed and len(value) != len(kinds) else ""
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    """Members of a union, flat."""
-    if get_origin(hint) in (Union, UnionType):
-        return [kind for member in get_args(hint) for kind in _alternatives(member)]
-    return [hint]
 
 
 def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -26,13 +26,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
 from omegaconf import DictConfig
 
-from recipes import checks, command_line, dry_run, earlier_runs, resume, sweep
+from recipes import checks, command_line, dry_run, earlier_runs, first_step, resume, sweep
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption
 from recipes.run_record import RunRecord
 from recipes.sample_grid import SampleGrid
+from recipes.settings import check_settings
 
 NOISE = (
     ".*dirpath has changed from.*",  # every run has its own
@@ -67,7 +68,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         SystemExit: After SIGINT, SIGTERM or SIGUSR1, when what is kept has been shown.
     """
     check_targets(config)
-    checks.check_settings(config)
+    check_settings(config)
     if config.get("dry_run") == "meta":
         dry_run.without_devices(config)
         return None
@@ -83,8 +84,8 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     module = DiffusionModule(
         parts["model"], parts["objective"], parts["optimizer"], scheduler=parts["scheduler"], seed=seed
     )
-    named = build_all(config.get("callbacks") or {}, config.get("callbacks") or {})
-    callbacks = [callback for callback in named.values() if callback is not None]
+    named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
+    callbacks = [callback for callback in build_all(named, named).values() if callback is not None]
     if not config.get("logger"):  # Lightning refuses a LearningRateMonitor that has nowhere to write to
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     averaging = [parts["ema"]] if parts["ema"] else []
@@ -104,10 +105,17 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
         lambda: checks.check_sampler(config, parts["sampler"], module),
-        lambda: checks.check_optimizer(config, module),
+        lambda: first_step.check_optimizer(
+            config,
+            module,
+            parts["optimizer"],
+            parts["scheduler"],
+            trainer.strategy.root_device,
+            first_step.steps_of(config["trainer"], data.steps_per_epoch),
+        ),
         lambda: checks.check_masters(config, trainer.strategy),
         lambda: checks.check_processes(trainer, config),
-        lambda: checks.check_batches(trainer, data),
+        lambda: checks.check_batches(trainer, data, config["trainer"]),
         lambda: checks.check_float8(parts["precision"], trainer.strategy.root_device),
         lambda: checks.policy_plan(parts["precision"], module),
     ):

@@ -27,10 +27,12 @@ from recipes.autoencoder import Autoencoder
 from recipes.checks import check_batches
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.data import DataModule
+from recipes.first_step import check_optimizer
 from recipes.images import image_grid
 from recipes.loading import Batch
 from recipes.progress import ProgressLine
 from recipes.randomness import TRAINING, keyed_generator
+from recipes.settings import run_problems
 from recipes.train import quiet
 
 
@@ -140,6 +142,8 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
         ConfigError: Before anything is trained.
     """
     check_targets(config)
+    if problems := run_problems(config):
+        raise ConfigError(*problems)
     output = Path(to_absolute_path(config["output"]))
     if output.exists() and any(output.iterdir()):
         raise ConfigError(
@@ -168,7 +172,8 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
         callbacks=ProgressLine(),
         enable_checkpointing=False,
     )
-    check_batches(trainer, data)
+    check_optimizer(config, module, module.make_optimizer, device=trainer.strategy.root_device)
+    check_batches(trainer, data, config["trainer"])
     trainer.fit(module, datamodule=data)
     std = latent_std(net, data, trainer.strategy.root_device)
     if not 0 < std < math.inf:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from recipes.sizes import at_least_one
+
 
 def sinusoid(position: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
     """Sine and cosine features of a position, always computed in fp32.
@@ -273,8 +275,14 @@ class UNet(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        at_least_one(
+            in_channels=in_channels,
+            layers_per_block=layers_per_block,
+            attention_head_dim=attention_head_dim,
+            norm_num_groups=norm_num_groups,
+        )
         channels = list(block_out_channels)
-        odd = [c for c in channels if c % norm_num_groups]
+        odd = [c for c in channels if c < 1 or c % norm_num_groups]
         if not channels or odd:
             raise ValueError(
                 f"block_out_channels={channels} must be a non-empty list of multiples of norm_num_groups="

@@ -6,6 +6,7 @@ Also what stands in for a run: dry runs of every experiment, and the list of the
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from test_recipes import ROOT, SHORT, cli
 from torch import nn
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
-from recipes import experiments, memory
+from recipes import audit, benchmark, experiments, memory, train_autoencoder
 from recipes.config import ConfigError, build, build_all, check_targets
-from recipes.signatures import mismatch, signature_of
+from recipes.first_step import check_optimizer, steps_of
+from recipes.hints import mismatch
+from recipes.settings import monitor_problems
+from recipes.signatures import problems_in, signature_of
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -187,6 +191,181 @@ def test_values_of_a_sweep_are_checked_for_all_jobs(
     assert len(problems) == 2
     assert any("optimizer.lr=x" in problem for problem in problems)
     assert any("there is no model 'unet_tny'. Did you mean 'unet_tiny'" in problem for problem in problems)
+
+
+# Numbers that are none, ranges, and what fails at the first step
+
+IN_VAIN = {
+    "objective.sigma_data=nan objective.P_std=nan objective.sigma_max=inf optimizer.lr=inf optimizer.betas=[nan,0.9] "
+    "scheduler.start_factor=nan trainer.gradient_clip_val=-inf objective.gamma=inf callbacks.samples.guidance=nan": [
+        "objective.sigma_data=nan: must be a finite number",
+        "objective.P_std=nan: must",
+        "objective.sigma_max=inf: must",
+        "optimizer.lr=inf: must",
+        "optimizer.betas.0=nan: must",
+        "scheduler.start_factor=nan: must",
+        "trainer.gradient_clip_val=-inf: must",
+        "objective.gamma=inf: must",
+        "callbacks.samples.guidance=nan: must",
+    ],
+    "trainer.max_steps=0 trainer.max_epochs=0 trainer.limit_train_batches=0 trainer.gradient_clip_val=-1 "
+    "trainer.accumulate_grad_batches=0 trainer.log_every_n_steps=-1 trainer.max_time='0:00:00:00' seed=-1 "
+    "scheduler.total_iters=0 callbacks.best.monitor=val/lss +ema.profiles.x=3": [
+        "trainer.max_steps=0 trains nothing",
+        "trainer.max_epochs=0 trains nothing",
+        "trainer.limit_train_batches=0 trains nothing",
+        "trainer.gradient_clip_val=-1 would clip nothing",
+        "trainer.accumulate_grad_batches=0 must be the batches of one step, at least 1",
+        "trainer.log_every_n_steps=-1",
+        "trainer.max_time=0:00:00:00 must be a duration above 0, 'DD:HH:MM:SS'",
+        "seed=-1",
+        "choose scheduler=constant",
+        "callbacks.best.monitor=val/lss: nothing logs that. Did you mean 'val/loss'",
+        "Write ~ema.decay",
+    ],
+    "dry_run=meta trainer.max_steps=-5 trainer.accumulate_grad_batches=-1 callbacks.best.monitor=val/lss": [
+        "trainer.max_steps=-5",
+        "trainer.accumulate_grad_batches=-1",
+        "val/lss",
+    ],
+    "trainer.max_time=5 trainer.val_check_interval=true strategy=ddp strategy.find_unused_parameters=maybe "
+    "strategy.static_graph=3 strategy.bucket_cap_mb=big strategy.timeout=5 strategy.find_unused=true": [
+        "trainer.max_time=5: lightning.Trainer takes a duration, 'DD:HH:MM:SS'",
+        "trainer.val_check_interval=True",
+        "strategy.find_unused_parameters=maybe: lightning.pytorch.strategies.DDPStrategy takes true or false",
+        "strategy.static_graph=3",
+        "strategy.bucket_cap_mb=big",
+        "strategy.timeout=5: lightning.pytorch.strategies.DDPStrategy takes a duration, {_target_: datetime.timedelta",
+        "unknown key 'strategy.find_unused'",
+    ],
+    "trainer.enable_progress_bar=false trainer.enable_checkpointing=false": [
+        "Write ~callbacks.progress",
+        "Write ~callbacks.best ~callbacks.last",
+    ],
+    "data.seed=-1 model.layers_per_block=0 objective.rho=0": [
+        "data.seed=-1: recipes.data.DigitsDataModule refused",
+        "layers_per_block=0 must be at least 1",
+        "objective.rho=0: recipes.objective.EDM refused: rho=0 must be positive and finite",
+    ],
+    "model.block_out_channels=[0,16]": ["block_out_channels=[0, 16]", "got [0]"],
+    "model=dit_tiny model.depth=0": ["model.depth=0: recipes.dit.DiT refused"],
+    "trainer.devices=2 trainer.use_distributed_sampler=true": ["Write trainer.use_distributed_sampler=false"],
+    "trainer.limit_train_batches=0.001": ["that share of an epoch is no batch"],
+    "optimizer._target_=torch.optim.SparseAdam scheduler.total_iters=9": ["SparseAdam does not support dense"],
+    "optimizer.differentiable=true": ["optimizer.differentiable=True: torch.optim.AdamW refused"],
+    "ckpt_path=x=1.ckpt": ["ckpt_path=x=1.ckpt: mismatched", "\"ckpt_path='x=1.ckpt'\""],
+}
+
+
+@pytest.mark.parametrize("line", IN_VAIN)
+def test_what_would_train_in_vain_or_end_in_a_traceback_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    problems = refused(monkeypatch, capfd, tmp_path, "model=unet_tiny", "trainer.accelerator=cpu", *line.split())
+    for text in IN_VAIN[line]:
+        assert sum(text in problem for problem in problems) == 1, (text, problems)
+
+
+SCHEDULES = {
+    "CosineAnnealingLR scheduler.T_max=0": "scheduler.T_max=0: .* at step 1 of 8: integer modulo by zero",
+    "StepLR scheduler.step_size=0": "scheduler.step_size=0: .* at step 1 of 8",
+    "OneCycleLR scheduler.max_lr=1 scheduler.total_steps=4": "total_steps=4: .* at step 5 of 8",
+    "OneCycleLR scheduler.max_lr=1 scheduler.total_steps=7000 trainer.max_steps=8000": "at step 8000 of 8000",
+    "ExponentialLR scheduler.gamma=-1": "at step 1 of 8 it sets the learning rate -0.002",
+    "ReduceLROnPlateau": "waits for a metric.*scheduler=warmup",
+}
+
+
+@pytest.mark.parametrize("line", SCHEDULES)
+def test_a_schedule_that_the_run_outlives_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    options = ["model=unet_tiny", "trainer.accelerator=cpu", "~scheduler.start_factor", "~scheduler.total_iters"]
+    steps = ["trainer.max_steps=8"] * ("max_steps" not in line)
+    line = f"scheduler._target_=torch.optim.lr_scheduler.{line}"
+    (problem,) = refused(monkeypatch, capfd, tmp_path, *options, *steps, *line.split())
+    assert re.search(SCHEDULES[line.rpartition("lr_scheduler.")[2]], problem), problem
+
+
+def test_a_schedule_as_long_as_the_run_is_taken_and_left_as_it_was() -> None:
+    """Whole, in steps and by a jump; what is trained afterwards starts from its beginning."""
+    net = nn.Linear(2, 2)
+    before = [parameter.clone() for parameter in net.parameters()]
+    make = torch.optim.lr_scheduler.OneCycleLR
+    config = {"optimizer": {"_target_": "torch.optim.SGD"}, "scheduler": {"_target_": "OneCycleLR"}}
+    for steps in (8, 3000):
+        check_optimizer(
+            config,
+            net,
+            partial(torch.optim.SGD, lr=0.1),
+            partial(make, max_lr=0.1, total_steps=steps),
+            torch.device("cpu"),
+            steps,
+        )
+    assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "expected"),
+    [
+        (audit, "optimizer._target_=torch.optim.SparseAdam", "SparseAdam does not support dense"),
+        (audit, "model.num_classes=7", "model has 7 classes, the data have 10"),
+        (audit, "seed=-1", "seed=-1 must be a whole number from 0"),
+        (train_autoencoder, "optimizer.differentiable=true", "optimizer.differentiable=True"),
+        (train_autoencoder, "trainer.max_steps=0 seed=-1", "trainer.max_steps=0 trains nothing"),
+        (train_autoencoder, "kl_weight=nan", "kl_weight=nan: must be a finite number"),
+        (benchmark, "trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be"),
+    ],
+)
+def test_the_other_programs_refuse_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    program: Any,
+    line: str,
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli(monkeypatch, *line.split(), program=program) == 2
+    assert expected in capfd.readouterr().err
+
+
+def test_steps_are_counted_as_far_as_they_are_known() -> None:
+    assert steps_of({"max_steps": 5, "max_epochs": 1}, 20) == 5
+    assert steps_of({"max_steps": -1, "max_epochs": 2}, 20) == 40
+    assert steps_of({"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3}, 20) == 1
+    assert steps_of({"max_steps": -1, "max_epochs": -1}, 20) == 1
+
+
+def test_limits_that_are_never_reached_and_metrics_of_other_callbacks_are_taken() -> None:
+    progress = {"_target_": "recipes.progress.ProgressLine", "seconds": float("inf")}
+    assert problems_in({"callbacks": {"progress": progress}}) == []
+    best = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "monitor": "mine/score"}
+    assert len(monitor_problems({"callbacks": {"best": best}})) == 1
+    assert monitor_problems({"callbacks": {"best": best, "mine": {"_target_": "mine.Score"}}}) == []
+    raw = {"best": best | {"monitor": "val/loss_raw"}}
+    assert len(monitor_problems({"callbacks": raw})) == 1
+    assert monitor_problems({"callbacks": raw, "ema": {"decay": 0.9}}) == []
+
+
+def test_optimizers_that_must_be_told_to_train_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Free(torch.optim.SGD):
+        training = False
+
+        def train(self) -> None:
+            self.training = True
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.training:
+                raise RuntimeError("not in train mode")
+            return super().step(closure)
+
+    config = {"optimizer": {"_target_": "Free", "_partial_": True}}
+    check_optimizer(config, nn.Linear(2, 2), partial(Free, lr=0.1), device=torch.device("cpu"))
+    monkeypatch.delattr(Free, "train")
+    with pytest.raises(ConfigError, match="not in train mode"):
+        check_optimizer(config, nn.Linear(2, 2), partial(Free, lr=0.1), device=torch.device("cpu"))
 
 
 # Signatures

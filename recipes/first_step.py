@@ -1,0 +1,129 @@
+"""A step of optimizer and schedule for nothing, before processes and files exist.
+
+Constructors take much that fails later: an optimizer for sparse gradients fails at the first step, a schedule that is
+shorter than the run at its end. Here the optimizer updates four numbers, and the schedule is advanced as far as the run
+goes. It leaves out what precision and sharding ask of an optimizer, which the plugin says by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from recipes.config import refusals
+
+STEP_BY_STEP = 1000
+"""Steps after which the schedule jumps to the last one: a run of a million would take as many calls."""
+
+
+def check_optimizer(
+    config: dict[str, Any],
+    module: nn.Module,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    make_scheduler: Callable[[Optimizer], Any] | None = None,
+    device: torch.device | None = None,
+    steps: int = 1,
+) -> None:
+    """Build optimizer and scheduler, and step.
+
+    Args:
+        config: The whole configuration, for the error, plain.
+        module: Whose parameters are trained; left as they are, on any device.
+        make_optimizer: Takes parameters, returns an optimizer.
+        make_scheduler: Takes the optimizer, returns a scheduler that advances once per optimizer step.
+        device: That the run trains on. None if that is not here: then the optimizer does not step.
+        steps: Of the run; 1 if their number is open.
+
+    Raises:
+        ConfigError: With what they refuse.
+    """
+    with refusals(config, "optimizer"):
+        optimizer = make_optimizer(p for p in module.parameters() if p.requires_grad)
+        if device is not None:
+            _try_step(make_optimizer, device)
+    if make_scheduler is None:
+        return
+    with refusals(config, "scheduler"):
+        scheduler = make_scheduler(optimizer)
+        if isinstance(scheduler, LRScheduler):  # what else there is, Lightning judges
+            advance(scheduler, optimizer, steps)
+
+
+def _try_step(make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device) -> None:
+    """One step on four numbers, on a CPU; on the device only if that fails, which some optimizers need."""
+    for place in dict.fromkeys([torch.device("cpu"), device]):
+        weight = nn.Parameter(torch.ones(2, 2, device=place))
+        optimizer = make_optimizer([weight])
+
+        def closure(weight: nn.Parameter = weight, optimizer: Optimizer = optimizer) -> Any:
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                loss = weight.square().sum()
+                loss.backward()
+            return loss
+
+        try:
+            with torch.compiler.set_stance("force_eager"):  # minutes, for optimizers that compile themselves
+                if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones
+                    train()
+                optimizer.step(closure)  # as Lightning does
+            return
+        except Exception:
+            if place == device:
+                raise
+
+
+def advance(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> None:
+    """Advance a schedule to the end of a run; beyond some steps, at once to the last.
+
+    Raises:
+        ValueError: If it cannot go so far, or asks for a learning rate below 0 or without end; with the step.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+        >>> advance(schedule, optimizer, steps=8)
+        Traceback (most recent call last):
+        ValueError: at step 5 of 8: Tried to step 5 times. The specified number of total steps is 4
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "it waits for a metric, and a recipe's schedule advances with every optimizer step. Choose "
+            "scheduler=constant, scheduler=warmup, or a schedule over steps such as CosineAnnealingLR"
+        )
+    near = min(steps, STEP_BY_STEP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a schedule that advances without its optimizer
+        for step in [*range(1, near + 1), *([steps] if steps > near else [])]:
+            try:
+                scheduler.last_epoch = step - 1 if step > near else scheduler.last_epoch
+                scheduler.step()
+            except Exception as error:
+                raise ValueError(f"at step {step} of {steps}: {str(error).strip() or type(error).__name__}") from error
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            if step <= near and not all(0 <= rate < math.inf for rate in rates):  # after a jump, they are not the run's
+                raise ValueError(f"at step {step} of {steps} it sets the learning rate {rates[0]:g}")
+
+
+def steps_of(settings: dict[str, Any], steps_per_epoch: int | None = None) -> int:
+    """Optimizer steps of a run with these arguments of the trainer; 1 if their number is open.
+
+    Args:
+        settings: The trainer's arguments.
+        steps_per_epoch: None if the data are not here.
+
+    Example:
+        >>> steps_of({"max_steps": 100, "max_epochs": 3}, steps_per_epoch=20), steps_of({"max_steps": -1})
+        (60, 1)
+    """
+    limits = [settings.get("max_steps", -1)]
+    if steps_per_epoch and settings.get("limit_train_batches") is None:
+        limits.append((settings.get("max_epochs") or -1) * steps_per_epoch)
+    return min((limit for limit in limits if limit > 0), default=1)
