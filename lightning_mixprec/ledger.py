@@ -320,6 +320,10 @@ class GradientLedger:
         own = torch.zeros((), device=self._device) if flag is None else flag.float()
         return bool(_over_ranks(own))
 
+    def value(self, param: nn.Parameter) -> Tensor:
+        """The fp32 value of a parameter, or of this rank's part of it."""
+        return local(param.detach()) if self._masters is None else self._masters.peek(param)
+
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer) -> None:
         """Make the gradients of ``optimizer`` fp32 and true, each once."""

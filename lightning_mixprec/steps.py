@@ -275,7 +275,8 @@ class Steps:
         """Names of the optimizer's parameters that are not finite, on any rank."""
         mine = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
         named = [(name, param) for name, param in self._model.named_parameters() if param in mine]
-        flags = [nonfinite(param.detach()) for _, param in named]
+        # A weight that 16 bits do not hold is no lost one: its layer can still compute in fp32.
+        flags = [nonfinite(self._ledger.value(param)) for _, param in named]
         if not flags or not self._ledger.agreed(torch.stack(flags).any()):
             return []
         bad = [name for (name, _), flag in zip(named, torch.stack(flags).tolist(), strict=True) if flag]

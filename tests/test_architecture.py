@@ -12,7 +12,7 @@ TORCH_ONLY = {
     "policy": {"eligible", "plan", "practice"},
     "float8": {"eligible", "layers", "policy", "replay"},
     "scaler": set(),
-    "buffers": set(),
+    "buffers": {"opaque"},
     "opaque": set(),
     "norms": {"opaque"},
     "calls": set(),
