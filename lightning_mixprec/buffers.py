@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mixprec.opaque import visible_modules
+from lightning_mixprec.opaque import is_script
 
 _LARGE = 2**16  # elements
 _ROOM = 2**24  # elements of frozen parameters that are copied in case they change: codebooks have no more
@@ -77,7 +77,9 @@ class BufferGuard:
         self._batches += 1
         room = _ROOM
         by_value = self._batches & (self._batches - 1) == 0
-        for _, module in visible_modules(self._module):
+        for module in self._module.modules():
+            if is_script(module):
+                continue
             has_floats = any(buffer is not None and buffer.is_floating_point() for buffer in module._buffers.values())
             for name, tensor in _unlearned(module):
                 key = (module, name)
