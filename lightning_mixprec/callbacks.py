@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.precision import MasterWeightPrecision
 from lightning_mixprec.profiles import ConstantDecay, PowerFunction, Profile, describe, in_words
+from lightning_mixprec.questions import refuse_second_average
 from lightning_mixprec.sharding import reshard_
 from lightning_mixprec.shards import shard_like, whole
 from lightning_mixprec.snapshots import SnapshotDtype, adopt_snapshots, snapshot_files, write_snapshot
@@ -41,7 +42,7 @@ class MasterWeightAveraging(WeightAveraging):
     During validation the average is in place, without loss to either.
 
     Of several profiles the first is that average; the others are tracked beside it, under
-    ``checkpoint["averaged_state_dicts"][name]``.
+    ``checkpoint["averaged_state_dicts"][name]``. A Trainer takes one of these callbacks: several averages are profiles.
 
     Args:
         decay: ``average = decay * average + (1 - decay) * weights`` after each real step, in (0, 1). The default,
@@ -130,8 +131,13 @@ class MasterWeightAveraging(WeightAveraging):
         return self.profile_averages[next(iter(self.profiles))]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the average of an earlier fit; a checkpoint, loaded after this, may bring one."""
+        """Forget the average of an earlier fit; a checkpoint, loaded after this, may bring one.
+
+        Raises:
+            MisconfigurationException: If the Trainer has another callback of this kind.
+        """
         if stage == "fit":
+            refuse_second_average(trainer.callbacks)  # type: ignore[attr-defined]
             self.profile_averages = {name: {} for name in self.profiles}
             self.n_averaged, self._raw, self._continued, self._starts_anew = 0, {}, None, False
 
@@ -245,7 +251,8 @@ class MasterWeightAveraging(WeightAveraging):
 
     def _from_stock(self, pl_module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of stock ``WeightAveraging`` as one of ours: its ``state_dict`` is the average."""
-        pl_module.load_state_dict(checkpoint["current_model_state"])  # in place of the average, loaded before this
+        if pl_module.trainer.state.fn == "fit":  # else the average, loaded before this, is what is looked at
+            pl_module.load_state_dict(checkpoint["current_model_state"], strict=pl_module.strict_loading)
         self.n_averaged = int(checkpoint["averaging_state"].get("n_averaged", 0))
         return {**checkpoint, "averaged_state_dict": checkpoint["state_dict"]}
 

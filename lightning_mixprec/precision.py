@@ -53,6 +53,7 @@ from lightning_mixprec.questions import (
     refuse_sharding,
     refuse_strategy,
     warn_of_gradient_hooks,
+    warn_of_shadows,
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -407,6 +408,8 @@ class MasterWeightPrecision(Precision):
             if self._frequencies is not None:
                 self._frequencies.follow(module.trainer.lr_scheduler_configs)
         steps.begin_batch()
+        if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
+            warn_of_shadows(module, module.trainer.callbacks)  # type: ignore[attr-defined]
         synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
         if self._partial:
             ledger.put_true_gradients(module.named_parameters(), self._partial)
@@ -610,10 +613,10 @@ class MasterWeightPrecision(Precision):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what stock Lightning calls by other names, and say so where there is nothing to be taken over."""
         module = self._module
-        if "current_model_state" in checkpoint and module is not None:
+        if "current_model_state" in checkpoint and module is not None and module.trainer.state.fn == "fit":
             callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
             if not any(getattr(callback, "averages_master_weights", False) for callback in callbacks):
-                module.load_state_dict(checkpoint["current_model_state"])
+                module.load_state_dict(checkpoint["current_model_state"], strict=module.strict_loading)
                 log.warning(
                     "The checkpoint's state_dict is an average (of WeightAveraging); training goes on from the raw "
                     "weights beside it. Add MasterWeightAveraging() to go on with the average, too."

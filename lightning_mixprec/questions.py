@@ -7,6 +7,7 @@ instead; and the error that ends a hopeless run must say where to look. None of 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -124,9 +125,9 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], compute: str) -> None:
             )
 
 
-def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
-    """Refuse stock averages of 16-bit weights, and warn of those kept in the module."""
-    averaging = [callback for callback in callbacks if getattr(callback, "averages_master_weights", False)]
+def refuse_second_average(callbacks: list[Any]) -> None:
+    """Refuse two callbacks that swap the weights, and warn of files that hold none of their averages."""
+    averaging = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
     if len(averaging) > 1:
         names = " and ".join(type(callback).__name__ for callback in averaging)
         raise MisconfigurationException(
@@ -134,6 +135,16 @@ def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
             "weights. One MasterWeightAveraging keeps several: MasterWeightAveraging(profiles={'short': "
             "ConstantDecay(0.99), 'long': ConstantDecay(0.9999)})."
         )
+    light = [type(callback).__name__ for callback in callbacks if getattr(callback, "save_weights_only", False)]
+    if light:
+        rank_zero_warn(
+            f"{light[0]}(save_weights_only=True) saves the raw weights alone: Lightning asks no callback for such a "
+            "file, so the average that is validated is not in it. Use save_weights_only=False."
+        )
+
+
+def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
+    """Refuse stock averages of 16-bit weights, and warn of those kept in the module."""
     for callback in callbacks:
         stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
         if stock and not getattr(callback, "averages_master_weights", False):
@@ -141,12 +152,6 @@ def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
                 f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
                 "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
             )
-    light = [type(callback).__name__ for callback in callbacks if getattr(callback, "save_weights_only", False)]
-    if averaging and light:
-        rank_zero_warn(
-            f"{light[0]}(save_weights_only=True) saves the raw weights alone: Lightning asks no callback for such a "
-            "file, so the average that is validated is not in it. Use save_weights_only=False."
-        )
     for name, each in module.named_modules():
         if isinstance(each, AveragedModel):
             log.warning(
@@ -154,6 +159,29 @@ def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
                 "`pl_module.state_dict()`, which is fp32, or use lightning_mixprec.MasterWeightAveraging.",
                 name,
             )
+
+
+def warn_of_shadows(module: nn.Module, callbacks: Iterable[Any]) -> None:
+    """Warn of averages kept beside the modules: ``EMAModel`` of diffusers and its like, lists and dicts of weights."""
+    shapes = Counter(param.shape for param in module.parameters() if param.dtype in HALF)
+    for owner in (*module.modules(), *callbacks):
+        for name, value in vars(owner).items():
+            if not shapes or name in vars(nn.Module()):  # nothing is 16-bit, or torch's own tables
+                continue
+            average = getattr(value, "__dict__", {}).get("shadow_params")
+            kept = value if average is None else average
+            kept = list(kept.values()) if isinstance(kept, dict) else kept
+            if not isinstance(kept, (list, tuple)) or not kept or not all(isinstance(each, Tensor) for each in kept):
+                continue
+            half = all(each.dtype in HALF and not isinstance(each, nn.Parameter) for each in kept)
+            if average is not None or (half and Counter(each.shape for each in kept) <= shapes):
+                log.warning(
+                    "%s.%s averages what it reads from the module, which is 16-bit while training%s. Use "
+                    "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters.",
+                    type(owner).__name__,
+                    name,
+                    ", and keeps it so: such an average hardly moves" if half else "",
+                )
 
 
 def called_directly(module: nn.Module) -> Iterator[nn.Module]:

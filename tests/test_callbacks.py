@@ -1,5 +1,7 @@
 """Averages of master weights and what the monitor logs, against hand-computed values."""
 
+import re
+
 import lightning as L
 import pytest
 import torch
@@ -279,3 +281,85 @@ def test_no_average_is_written_where_there_is_none(tmp_path):
     with pytest.warns(UserWarning, match="There are no averages here"):
         trainer.save_checkpoint(tmp_path / "none.ckpt")
     assert "averaged_state_dict" not in torch.load(tmp_path / "none.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("other", [EMAWeightAveraging(decay=0.9), type("Slow", (MasterWeightAveraging,), {})(0.9)])
+def test_two_averages_are_refused_beside_stock_precision_too(other):
+    trainer = make_trainer(None, callbacks=[MasterWeightAveraging(), other])
+    with pytest.raises(MisconfigurationException, match=rf"{type(other).__name__}.*profiles="):
+        trainer.fit(make_module(), loader(make_batches(1)))
+
+
+def test_a_file_without_the_average_is_announced_beside_stock_precision_too(tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer = make_trainer(None, callbacks=[MasterWeightAveraging(), saver], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match=r"save_weights_only=True\) saves the raw weights alone"):
+        trainer.fit(make_module(), loader(make_batches(1)))
+
+
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_stock_averages_checkpoint_is_validated_as_stock_does(precision, averages, tmp_path):
+    """With its `state_dict`, which is the average: the raw weights are for going on with training."""
+
+    class Save(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "stock.ckpt")
+
+    class See(L.Callback):
+        def on_validation_start(self, trainer, pl_module):
+            self.seen = snapshot(pl_module)
+
+    make_trainer(None, callbacks=[EMAWeightAveraging(decay=0.5), Save()]).fit(make_module(), loader(make_batches(4)))
+    saved, see = torch.load(tmp_path / "stock.ckpt", weights_only=True), See()
+    trainer = make_trainer(
+        make_plugin(precision) if precision else None, callbacks=[see, *[MasterWeightAveraging()] * averages]
+    )
+    trainer.validate(make_module(seed=1), loader(make_batches(1)), ckpt_path=tmp_path / "stock.ckpt", verbose=False)
+    assert_same(see.seen, saved["state_dict"])
+    assert not torch.equal(see.seen["net.proj.weight"], saved["current_model_state"]["net.proj.weight"])
+
+
+class Shadow:
+    """As diffusers' `EMAModel` keeps it."""
+
+    def __init__(self, params):
+        self.shadow_params = [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (Shadow, "shadow averages what it reads.* and keeps it so"),
+        (lambda params: Shadow([param.float() for param in params]), "shadow averages what it reads.* training. Use"),
+        (lambda params: [param.detach().clone() for param in params], "and keeps it so"),
+        (lambda params: {str(i): param.detach().clone() for i, param in enumerate(params)}, "and keeps it so"),
+        (lambda params: [param.detach().float() for param in params], None),
+        (list, None),
+        (lambda params: [torch.zeros(3, 5, dtype=torch.bfloat16)], None),
+    ],
+)
+@pytest.mark.parametrize("place", ["module", "callback"])
+@pytest.mark.parametrize("when", ["on_fit_start", "on_train_batch_end"])
+def test_averages_of_half_weights_kept_beside_the_modules_are_announced(keep, expected, place, when, caplog):
+    """Made in a hook, when weights are 16-bit; what is fp32, or the weights themselves, is nobody's business."""
+
+    class Keeps(L.Callback):
+        pass
+
+    def hook(self, trainer, pl_module, *_):
+        owner = pl_module if place == "module" else self
+        if not hasattr(owner, "shadow"):
+            owner.shadow = keep([pl_module.net.proj.weight, pl_module.net.proj.bias])
+
+    setattr(Keeps, when, hook)
+    make_trainer(make_plugin("bf16"), callbacks=Keeps()).fit(make_module(), loader(make_batches(3)))
+    found = [record.getMessage() for record in caplog.records if "averages what it reads" in record.getMessage()]
+    assert len(found) == (expected is not None)
+    assert expected is None or re.search(expected, found[0])
+
+
+def test_the_average_of_diffusers_is_one_of_these():
+    """What is recognised is its attribute `shadow_params`."""
+    training_utils = pytest.importorskip("diffusers.training_utils")
+    assert "shadow_params" in vars(training_utils.EMAModel(nn.Linear(1, 1).parameters()))
