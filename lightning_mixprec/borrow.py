@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_mixprec.bucket_state import BucketState, widen
+from lightning_mixprec.bucket_state import BucketState, narrow_keys, widen
 from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.probe import classify, without_step_hooks
 from lightning_mixprec.scratch import Scratch, gather_gradients
@@ -90,20 +90,17 @@ class Borrower:
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # stand-in -> parameter, while a window is open
         _refuse_foreign_state(optimizer)
         widen(optimizer.state.values())  # made from 16-bit parameters, by an optimizer that was made in mid-fit
-        way, reason = classify(optimizer)
-        self.way: str = "kernel" if way == "flat" and has_fused_kernel(optimizer) else way
-        if way == "whole" and masters != "fp32":
-            raise ValueError(
-                f"masters={masters!r} steps on a part of the weights at a time, which {type(optimizer).__name__} "
-                f"cannot do: {reason}. Use masters='fp32'."
-            )
+        self._narrow: set[Any] = set()  # keys of state that the optimizer makes in 16 bits of its own accord
+        self._known: tuple[int, str] = (-1, "")  # for how many groups a way was looked for, and which was found
+        self.way = self._find_way()
         self._handles = [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
-            optimizer.register_state_dict_post_hook(_own_scalars),
+            optimizer.register_state_dict_pre_hook(self._refuse_halfway),
             optimizer.register_step_pre_hook(self._refuse_bare_step),
         ]
         self._inside = False
+        self._halfway = False  # in a step, with a part of the weights stepped, or of the parameters exchanged
         # Optimizers with modes (schedule-free) write weights and read state outside a step: also inside a window. The
         # class is exchanged, not the methods of the instance, because Lightning's wrapper calls those of the class.
         self._class = type(optimizer)
@@ -130,6 +127,23 @@ class Borrower:
                 self._states.pop(bucket).release()
         self._layouts.clear()
 
+    def _find_way(self) -> str:
+        """The way as of now: of one group it cannot be told whether steps look across groups, and ``fused`` can change.
+
+        Raises:
+            ValueError: If the masters are not stored for it.
+        """
+        count, way = self._known
+        if count != len(self.optimizer.param_groups) and way != "whole":
+            way, reason = classify(self.optimizer)
+            if way == "whole" and self._masters != "fp32":
+                raise ValueError(
+                    f"masters={self._masters!r} steps on a part of the weights at a time, which "
+                    f"{type(self.optimizer).__name__} cannot do: {reason}. Use masters='fp32'."
+                )
+            self._known = len(self.optimizer.param_groups), way
+        return "kernel" if way == "flat" and has_fused_kernel(self.optimizer) else way
+
     # The step
 
     @property
@@ -138,7 +152,7 @@ class Borrower:
 
         A rounding that draws random numbers would, and so would state that the step makes.
         """
-        if self.way != "kernel" or self._masters not in ("fp32", "split"):
+        if self._find_way() != "kernel" or self._masters not in ("fp32", "split"):
             return False
         if self._step_hooks("pre") or self._step_hooks("post"):
             return False
@@ -161,7 +175,16 @@ class Borrower:
                 "`self.optimizers()` returns, not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
             )
 
+    def _refuse_halfway(self, _: Optimizer) -> None:
+        if self._halfway:
+            raise RuntimeError(
+                f"{self._class.__name__}.state_dict() was called in the middle of its step, as a signal handler or "
+                "another thread that saves a checkpoint may do: some weights have made the step and some have not. Set "
+                "a flag there, and save in `on_train_batch_end`."
+            )
+
     def _step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None) -> Any:
+        self.way = self._find_way()
         groups = list(self.optimizer.param_groups)
         layouts = [self._layout(group) for group in groups]
         hooked = self._step_hooks("pre") or self._step_hooks("post")
@@ -203,6 +226,7 @@ class Borrower:
     ) -> Any:
         scratch = Scratch()
         result = None
+        self._halfway = True
         try:
             for group, own, buckets in self._shares(groups, layouts):
                 with ExitStack() as loans:
@@ -217,6 +241,7 @@ class Borrower:
                 scratch.reset()
         finally:
             self.optimizer.param_groups[:] = groups
+            self._halfway = False
         return result
 
     def _step_by_kernel(
@@ -229,16 +254,20 @@ class Borrower:
     ) -> Any:
         scratch = Scratch()
         fused = FusedAdam(self.optimizer, self._homes.unscale_gradients, skip)
-        for group, layout in zip(groups, layouts, strict=True):
-            fused.step_own(group, layout.own, inverse_scale)
-            for bucket, places in layout.places.items():
-                state = self._states.setdefault(bucket, BucketState(bucket))
-                params = [bucket.params[place] for place in places]
-                fused.step_bucket(group, bucket, params, state, scratch, inverse_scale)
-        with ExitStack() as nothing:  # left to do: but schedulers watch for the call
-            for group in groups:
-                nothing.enter_context(_holding(group, []))
-            return call()
+        self._halfway = True
+        try:
+            for group, layout in zip(groups, layouts, strict=True):
+                fused.step_own(group, layout.own, inverse_scale)
+                for bucket, places in layout.places.items():
+                    state = self._states.setdefault(bucket, BucketState(bucket))
+                    params = [bucket.params[place] for place in places]
+                    fused.step_bucket(group, bucket, params, state, scratch, inverse_scale)
+            with ExitStack() as nothing:  # left to do: but schedulers watch for the call
+                for group in groups:
+                    nothing.enter_context(_holding(group, []))
+                return call()
+        finally:
+            self._halfway = False
 
     def _layout(self, group: dict[str, Any]) -> _Layout:
         known, params = self._layouts.get(id(group)), group["params"]
@@ -333,11 +362,15 @@ class Borrower:
                     shown = self._show(param, bucket.view(values[bucket], place))
                     lent.setdefault(bucket, {})[param] = shown
         everything = {param: stand_in for shown in lent.values() for param, stand_in in shown.items()}
-        self._replace_all(everything)
+        self._halfway = True
         try:
+            self._replace_all(everything)
+            self._halfway = False  # hooks in there see the optimizer with all that it has
             return call()
         finally:
+            self._halfway = True
             self._put_back()
+            self._halfway = False
             for bucket, value in values.items():
                 self._hide(bucket, value, lent[bucket])
                 bucket.write(value)
@@ -373,7 +406,7 @@ class Borrower:
         for param, stand_in in stand_ins.items():
             self._replaced[stand_in] = param
             if param in state:
-                widen([state[param]])
+                widen([state[param]], self._narrow)
                 state[stand_in] = state.pop(param)
 
     def _put_back(self, stand_ins: Iterable[nn.Parameter] | None = None) -> None:
@@ -383,6 +416,7 @@ class Borrower:
         for stand_in in list(self._replaced if stand_ins is None else stand_ins):
             param = self._replaced.pop(stand_in)
             if stand_in in state:
+                self._narrow.update(narrow_keys(state[stand_in]))  # what it was lent had none but those
                 state[param] = state.pop(stand_in)
 
     def _before_load(self, optimizer: Optimizer, _: Any) -> None:
@@ -412,17 +446,6 @@ def _take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:
     if stand_in.data_ptr() != view.data_ptr():
         view.copy_(stand_in.data.view_as(view))
         stand_in.data = view
-
-
-def _own_scalars(_: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give every entry a step count of its own: loaded elsewhere, a shared one would be counted up many times."""
-    seen: set[int] = set()
-    for key, entry in state_dict["state"].items():
-        if isinstance(entry, dict):
-            shared = {k: v.clone() for k, v in entry.items() if isinstance(v, Tensor) and id(v) in seen}
-            seen.update(id(v) for v in entry.values() if isinstance(v, Tensor))
-            if shared:
-                state_dict["state"][key] = {**entry, **shared}
 
 
 def exchange(optimizer: Optimizer, replacement: Mapping[Any, nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ What it leaves out: stepping (:mod:`lightning_mixprec.borrow`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mixprec.storage import Bucket
 
+_HALF = (torch.float16, torch.bfloat16)
 _MANY = 64  # parameters in a bucket that are stepped as one tensor
 
 
@@ -37,6 +38,8 @@ class BucketState:
         self._parts: list[dict[str, Any]] = []  # what it sees outside, one for each parameter
         self._seen: dict[str, Any] = {}  # values of `_flat`, and of each part, as they were put there
         self._items: list[tuple[Any, ...]] = []
+        self._scalars: dict[str, Tensor] = {}  # for keys like "step" [parameters, ...], behind the parts' values
+        self._versions: list[int] = []  # of those, as of the last step
 
     def suits(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether ``params``, those of the bucket that have a gradient, can be stepped as one tensor.
@@ -70,33 +73,44 @@ class BucketState:
         if self._parts and self._flat is not None and flat.keys() == self._parts[0].keys():
             moved = [key for key, value in flat.items() if value is not self._seen.get(key)]
         else:
-            moved = list(flat)
+            moved, self._scalars = list(flat), {}
             self._parts = [{} for _ in self.bucket.params]
         for key in moved:
-            value = flat[key]
-            pieces = self.bucket.views(value) if self._is_elementwise(key, value) else [value] * len(self._parts)
+            value, pieces = flat[key], [flat[key]] * len(self._parts)
+            self._scalars.pop(key, None)
+            if self._is_elementwise(key, value):
+                pieces = self.bucket.views(value)
+            elif isinstance(value, Tensor):  # a step count: each has its own, so that some can be set anew
+                self._scalars[key] = torch.stack(pieces)
+                pieces = list(self._scalars[key])
             for part, piece in zip(self._parts, pieces, strict=True):
                 part[key] = piece
         self._flat, self._seen = flat, dict(flat)
         self._items = [tuple(part.values()) for part in self._parts]
         state.update(zip(self.bucket.params, self._parts, strict=True))
         self.shown = True
+        self.count()
+
+    def count(self) -> None:
+        """Show the scalars that a step on the flat state has written."""
+        assert self._flat is not None
+        for key, scalars in self._scalars.items():
+            scalars.copy_(self._flat[key])
+        self._versions = [scalars._version for scalars in self._scalars.values()]
 
     def release(self) -> None:
-        """Give each parameter scalars of its own: from here on they are stepped one by one."""
-        if self._flat is not None:
-            for part in self._parts[1:]:
-                part.update({k: v.clone() for k, v in part.items() if isinstance(v, Tensor) and v is self._flat[k]})
-        self._flat, self._parts = None, []
+        """From here on the parameters are stepped one by one."""
+        self._flat, self._parts, self._scalars = None, [], {}
 
     def _is_elementwise(self, key: str, value: Any) -> bool:
         return isinstance(value, Tensor) and key != "step" and value.shape == (self.bucket.numel,)
 
     def _untouched(self, parts: Sequence[Any]) -> bool:
-        return len(self._parts) == len(parts) and all(
+        same = len(self._parts) == len(parts) and all(
             part is mine and len(part) == len(items) and all(map(operator.is_, part.values(), items))
             for part, mine, items in zip(parts, self._parts, self._items, strict=True)
         )
+        return same and self._versions == [scalars._version for scalars in self._scalars.values()]
 
     def _flatten(self, parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         filled = [part for part in parts if part]
@@ -123,12 +137,23 @@ class BucketState:
         return flat
 
 
-def widen(states: Iterable[dict[str, Any]]) -> None:
-    """Make 16-bit tensors in them fp32: made by the user from 16-bit parameters, as by ``torch.zeros_like(param)``."""
+def widen(states: Iterable[Any], keep: Container[Any] = ()) -> None:
+    """Make 16-bit tensors in them fp32: made by the user from 16-bit parameters, as by ``torch.zeros_like(param)``.
+
+    Args:
+        states: Of parameters; what is not a dict is left alone.
+        keep: Keys that an optimizer has in 16 bits of its own accord.
+    """
     for state in states:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-                state[key] = value.float()
+        for key in narrow_keys(state):
+            if key not in keep:
+                state[key] = state[key].float()
+
+
+def narrow_keys(state: Any) -> list[Any]:
+    """Keys of 16-bit tensors."""
+    items = state.items() if isinstance(state, dict) else ()
+    return [key for key, value in items if isinstance(value, Tensor) and value.dtype in _HALF]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -79,7 +79,9 @@ class FusedAdam:
         else:
             grads = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
             _fused_adam(group, [values], [grads], [flat], self._skip)
-            if not state.shown:
+            if state.shown:
+                state.count()
+            else:
                 state.scatter(self._state, flat)
         bucket.write(values, grads)  # while it is in the cache
         scratch.reset(mark)

@@ -34,6 +34,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_mixprec.answers import Answers
 from lightning_mixprec.calls import explain, outside
 from lightning_mixprec.conversion import Conversion
+from lightning_mixprec.edits import fp32_weights
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
 from lightning_mixprec.guests import BuildingModule, TrainingModule, rebuild_wrapper
@@ -385,6 +386,43 @@ class MasterWeightPrecision(Precision):
         """
         with torch.no_grad(), self.forward_context():
             yield
+
+    @contextmanager
+    def fp32_weights(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """The fp32 weights behind ``module``, to be read and written: small edits would round away in 16 bits.
+
+        For hooks and callbacks, at any time but between a forward and its backward; outside fit too. What stands in the
+        tensors when the block ends becomes the weights, fp32 and 16-bit; on an exception nothing does. Takes 4 bytes a
+        16-bit parameter for the length of the block. Under DDP all ranks write the same; under FSDP2 the tensors are
+        DTensors, each rank's shards. While averages are swapped in (validation with `MasterWeightAveraging`) it is
+        these that are meant.
+
+        Args:
+            module: The LightningModule, or any part of it.
+
+        Yields:
+            By qualified name an fp32 tensor in the parameter's shape; write into it, or put another in its place.
+            Parameters that are fp32 anyway are themselves, detached.
+
+        Raises:
+            ValueError: If names have been added or removed, or a shape has changed.
+            RuntimeError: If the weights have been changed in another way meanwhile, as by a step.
+
+        Example:
+            >>> import lightning as L
+            >>> class Decay(L.Callback):
+            ...     def on_train_batch_end(self, trainer, pl_module, *args):
+            ...         with trainer.precision_plugin.fp32_weights(pl_module) as weights:
+            ...             for weight in weights.values():
+            ...                 weight.mul_(0.9999)
+            >>> layer = nn.Linear(2, 2)
+            >>> with MasterWeightPrecision("bf16").fp32_weights(layer) as weights:
+            ...     _ = weights["weight"].fill_(0.1)
+            >>> layer.weight[0, 0].item() == torch.tensor(0.1).item()
+            True
+        """
+        with fp32_weights(module, self.master_weights) as weights:
+            yield weights
 
     def convert_input(self, data: Any) -> Any:
         """The batch as it is: layers cast what enters them, and a timestep of 999 stays 999."""

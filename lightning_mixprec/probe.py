@@ -96,14 +96,15 @@ def _try(
     """
     group = optimizer.param_groups[index]
     clone = _copy_of(optimizer)
-    before = _own_state(clone)
-    settings = deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    settings = _settings_of(group)
+    one_group: dict[str, Any] = {**deepcopy(settings), "params": []}
+    _train(clone, [one_group])
+    before = {**_own_state(clone), **_plain({key: value for key, value in one_group.items() if key != "params"})}
     params = [[nn.Parameter(tensor.clone()) for tensor in call] for call in calls]
     given = optimizer.state.get(group["params"][0], {})
     for call in params:
         for param in call:
             _copy_constructor_state(given, group["params"][0], param, clone.state)
-    one_group: dict[str, Any] = {**deepcopy(settings)}
     try:
         with without_step_hooks(clone):
             for step in steps:
@@ -119,7 +120,7 @@ def _try(
         raise
     after = {key: value for key, value in one_group.items() if key != "params"}
     tensors = [[param.data for param in call] for call in params]
-    return tensors, {**before, **_plain(settings)}, {**_own_state(clone), **_plain(after)}
+    return tensors, before, {**_own_state(clone), **_plain(after)}
 
 
 def _looks_across_groups(optimizer: Optimizer) -> bool:
@@ -136,13 +137,11 @@ def _looks_across_groups(optimizer: Optimizer) -> bool:
         clone = _copy_of(optimizer)
         copies: list[dict[str, Any]] = []
         for index, (group, weight) in enumerate(zip(groups, start, strict=True)):
-            settings = deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
-            if isinstance(settings.get("lr"), float):
-                settings["lr"] *= 1 + index
             param = nn.Parameter(weight.clone())
             _copy_constructor_state(optimizer.state.get(group["params"][0], {}), group["params"][0], param, clone.state)
-            copies.append({**settings, "params": [param]})
+            copies.append({**_settings_of(group, index), "params": [param]})
         try:
+            _train(clone, copies)
             with without_step_hooks(clone):
                 for step in grads:
                     for copy, grad in zip(copies, step, strict=True):
@@ -156,9 +155,32 @@ def _looks_across_groups(optimizer: Optimizer) -> bool:
     return not _same(results[:1], results[1:])
 
 
+def _settings_of(group: Mapping[str, Any], place: int = 0) -> dict[str, Any]:
+    """A copy of a group's settings for a trial on the CPU.
+
+    At a rate of its own that shows: one that is warmed up from 0 would hide all.
+    """
+    settings: dict[str, Any] = deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    rate = settings.get("lr")
+    if isinstance(rate, (int, float, Tensor)):
+        shown = max(float(rate), 1e-3) * (1 + place / 8)
+        settings["lr"] = torch.full_like(rate, shown, device="cpu") if isinstance(rate, Tensor) else shown
+    if settings.get("capturable"):  # on a GPU alone, with the same arithmetic
+        settings["capturable"] = False
+    return settings
+
+
+def _train(clone: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Optimizers with modes (schedule-free) step in training mode alone."""
+    clone.param_groups = groups
+    if callable(train := getattr(clone, "train", None)):
+        train()
+
+
 def _copy_of(optimizer: Optimizer) -> Optimizer:
     """A copy without parameters, state and hooks."""
-    clone = object.__new__(type(optimizer))
+    lent = "_mixprec_borrower" in vars(optimizer)  # its class has methods that need the borrower
+    clone: Any = object.__new__(type(optimizer).__bases__[0] if lent else type(optimizer))
     hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.startswith("_optimizer_") and k.endswith("_hooks")}
     attributes = {k: v for k, v in vars(optimizer).items() if k not in hooks and k not in _BOOKKEEPING}
     clone.__dict__.update(deepcopy(attributes, _tensors_in(optimizer)), **hooks)

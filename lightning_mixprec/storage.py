@@ -166,6 +166,7 @@ class Bucket:
         flat = torch.zeros(size, dtype=torch.float32, device=device) if self.master is None else self.master
         for index, value in enumerate(values):
             self.view(flat, index).copy_(value)
+        self._writes = 0
         self._ready = False
         self._alias()
         self.write(flat, stochastic=False)
@@ -222,6 +223,7 @@ class Bucket:
                 self.master.copy_(values)
             round_(self.master, self.half, scratch)
         self._fingerprint = self._take_fingerprint()
+        self._writes += 1
 
     def values_of(self, index: int) -> Tensor:
         """fp32 values of one parameter, in its shape: a view of the master, or a tensor of their own."""
@@ -260,6 +262,7 @@ class Bucket:
             flat.as_strided(*self._layouts[index]).copy_(value)
             encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], None)
         self._fingerprint = self._take_fingerprint()
+        self._writes += 1
 
     def adopt(self) -> None:
         """Take over what was written into the parameters from outside since the last :meth:`write`.
@@ -281,6 +284,10 @@ class Bucket:
         elif self.rest is not None:
             self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
         self._fingerprint = fingerprint
+
+    def stamp(self) -> tuple[int, int]:
+        """Another one as soon as any value has been written, here or into a parameter. Waits for the device."""
+        return self._writes, int(self._take_fingerprint())
 
     def _take_fingerprint(self) -> Tensor:
         """A number, int64 [], that depends on the parameters' bits and on where they stand: shows whether any changed.

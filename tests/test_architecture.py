@@ -57,6 +57,7 @@ TORCH_ONLY = {
     "state_hooks": {"given", "opaque"},
     "master": {"borrow", "given", "gradients", "opaque", "shards", "state_hooks", "storage"},
     "reduction": {"master"},
+    "edits": {"master", "storage"},
     "roll_call": set(),
     "profiles": set(),
     "snapshots": set(),

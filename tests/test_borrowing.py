@@ -1,11 +1,15 @@
 """Optimizers that look beyond one parameter, or whose state users rewrite, step as they do on fp32 weights."""
 
+import lightning as L
 import pytest
 import torch
-from reference import TinyModule, loader, make_batches, make_trainer
+from reference import TinyModule, assert_same, loader, make_batches, make_trainer, snapshot
 from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mixprec import MasterWeightPrecision
+from lightning_mixprec import MasterWeightPrecision, fused_adam
+from lightning_mixprec.probe import classify
 
 
 class Sgd(torch.optim.Optimizer):
@@ -119,3 +123,205 @@ def test_state_made_from_16_bit_parameters_becomes_fp32(make, module, masters):
     assert {value.dtype for value in held if isinstance(value, torch.Tensor)} == {torch.float32}
     for name, value in expected.items():
         assert moved[name].norm() == pytest.approx(value.norm().item(), rel=0.2), name
+
+
+class Exact(L.LightningModule):
+    """Gradients are the batch's, whatever the weights, and exact in 16 bits: a plain fp32 loop is met bit for bit."""
+
+    def __init__(self, make_optimizer, edit=None, shapes=((16, 16), (16,), (8, 4), (32,))):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList([torch.randn(shape, generator=generator) for shape in shapes])
+        self.make_optimizer, self.edit = make_optimizer, edit
+
+    def loss(self, batch_idx):
+        generator = torch.Generator().manual_seed(batch_idx)
+        grads = [torch.randint(-8, 9, weight.shape, generator=generator) / 64 for weight in self.weights]
+        return sum((weight.float() * grad).sum() for weight, grad in zip(self.weights, grads, strict=True))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.edit is not None and batch_idx == 2:
+            self.edit(self.trainer.optimizers[0], list(self.weights))
+
+    def configure_optimizers(self):
+        made = self.make_optimizer(list(self.weights))
+        return (
+            made
+            if isinstance(made, torch.optim.Optimizer)
+            else ([made[0]], [{"scheduler": made[1], "interval": "step"}])
+        )
+
+
+def plain_loop(module, batches=6):
+    made = module.make_optimizer(list(module.weights))
+    optimizer, schedule = made if isinstance(made, tuple) else (made, None)
+    for index in range(batches):
+        optimizer.zero_grad()
+        module.loss(index).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        if module.edit is not None and index == 2:
+            module.edit(optimizer, list(module.weights))
+    return snapshot(module)
+
+
+def assert_as_plain(make_optimizer, edit=None, masters="fp32"):
+    module = Exact(make_optimizer, edit)
+    make_trainer(MasterWeightPrecision("bf16", masters=masters)).fit(module, loader(list(range(6))))
+    assert_same(snapshot(module), plain_loop(Exact(make_optimizer, edit)))
+
+
+class ByNorm(Sgd):
+    """The rate is divided by the norm of all gradients."""
+
+    def rates(self):
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        return [rate / torch.cat([grad.flatten() for grad in grads]).norm() for rate in super().rates()]
+
+
+def warmed_up(cls):
+    """Two groups whose rates begin at 0 and grow at different paces."""
+
+    def make(params):
+        optimizer = cls([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.1}])
+        return optimizer, LambdaLR(optimizer, [lambda step: step / 4, lambda step: step / 8])
+
+    return make
+
+
+@pytest.mark.parametrize("cls", [FirstForAll, Largest, ByNorm])
+def test_a_rate_that_is_warmed_up_from_zero_hides_nothing(cls):
+    assert_as_plain(warmed_up(cls))
+    with pytest.raises(ValueError, match=r"masters='split'.*depends on the others"):
+        assert_as_plain(warmed_up(cls), masters="split")
+
+
+def add_group(optimizer, weights):
+    unfused = {"fused": False} if "fused" in optimizer.defaults else {}
+    optimizer.add_param_group({"params": weights[2:], "lr": 0.02, **unfused})
+
+
+def test_a_group_that_joins_shows_that_an_optimizer_looks_across_groups():
+    def make(params):
+        return FirstForAll([{"params": params[:2]}])
+
+    assert_as_plain(make, add_group)
+    with pytest.raises(ValueError, match=r"masters='split'.*one parameter group depends on the others"):
+        assert_as_plain(make, add_group, "split")
+
+
+def switch_fused_off(optimizer, weights):
+    for group in optimizer.param_groups:
+        group["fused"] = group["foreach"] = False
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize("edit", [add_group, switch_fused_off])
+def test_an_optimizer_that_is_no_longer_fused_steps_as_it_does_then(edit, masters):
+    assert_as_plain(lambda params: AdamW(params[:2] if edit is add_group else params, 0.01, fused=True), edit, masters)
+
+
+EDITS = {
+    "steps of one set to zero": lambda optimizer, weights: optimizer.state[weights[0]]["step"].zero_(),
+    "steps of all set back": lambda optimizer, weights: [optimizer.state[w]["step"].sub_(2) for w in weights],
+    "state of one dropped": lambda optimizer, weights: optimizer.state.pop(weights[1]),
+    "state of one emptied": lambda optimizer, weights: optimizer.state.update({weights[1]: {}}),
+    "all state dropped": lambda optimizer, weights: optimizer.state.clear(),
+    "moment zeroed": lambda optimizer, weights: optimizer.state[weights[2]]["exp_avg"].zero_(),
+    "moment replaced": lambda o, weights: o.state[weights[2]].update(exp_avg=torch.zeros_like(weights[2])),
+    "moved to a new group": lambda o, w: o.add_param_group({"params": [o.param_groups[0]["params"].pop(1)], "lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_state_that_users_rewrite_in_mid_training_counts(edit, fused, masters):
+    assert_as_plain(lambda params: AdamW(params, lr=0.01, fused=fused), EDITS[edit], masters)
+
+
+class Bf16Momentum(Sgd):
+    """Keeps its momentum in bf16 on purpose, as AnyPrecisionAdamW can."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param, dtype=torch.bfloat16)
+                state["momentum"].mul_(0.9).add_(param.grad.bfloat16())
+                param.sub_(group["lr"] * state["momentum"].float())
+        return loss
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_state_that_an_optimizer_keeps_in_16_bits_itself_stays_so(masters):
+    assert_as_plain(Bf16Momentum, masters=masters)
+
+
+def test_what_a_trial_on_the_cpu_would_stumble_over():
+    """capturable=True is for GPUs alone, and schedule-free steps in its training mode alone."""
+    schedulefree = pytest.importorskip("schedulefree")
+    weight = nn.Parameter(torch.ones(4, 4))
+    assert classify(AdamW([weight], lr=torch.tensor(0.01), capturable=True)) == ("flat", "")
+    way, reason = classify(schedulefree.AdamWScheduleFree([weight]))
+    assert way == "whole"
+    assert reason.startswith("it keeps state for a whole group")
+
+
+# State dicts in the middle of a step
+
+
+class SavesInside(Sgd):
+    def step(self, closure=None):
+        self.state_dict()  # as a signal handler would
+        return super().step(closure)
+
+
+REFUSED = r"state_dict\(\) was called in the middle of its step.*on_train_batch_end"
+
+
+def test_a_state_dict_taken_in_the_middle_of_a_step_is_refused():
+    with pytest.raises(RuntimeError, match="SavesInside." + REFUSED):
+        assert_as_plain(SavesInside, masters="split")
+
+
+def test_a_state_dict_taken_in_the_middle_of_a_fused_step_is_refused(monkeypatch):
+    module = Exact(lambda params: AdamW(params, lr=0.01, fused=True))
+    kernel = fused_adam._fused_adam
+
+    def interrupted(*args):
+        kernel(*args)
+        module.trainer.optimizers[0].state_dict()
+
+    monkeypatch.setattr(fused_adam, "_fused_adam", interrupted)
+    with pytest.raises(RuntimeError, match="AdamW." + REFUSED):
+        make_trainer(MasterWeightPrecision("bf16")).fit(module, loader([0]))
+    assert {weight.dtype for weight in module.weights} == {torch.float32}
+    assert len(module.trainer.optimizers[0].param_groups[0]["params"]) == len(module.weights)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_hooks_may_take_one(fused, masters):
+    """They run before or after the step as a whole."""
+    taken = []
+
+    def make(params):
+        optimizer = AdamW(params, lr=0.01, fused=fused)
+        optimizer.register_step_post_hook(lambda optimizer, *_: taken.append(optimizer.state_dict()))
+        return optimizer
+
+    module = Exact(make)
+    make_trainer(MasterWeightPrecision("bf16", masters=masters)).fit(module, loader([0, 1]))
+    assert len(taken) == 2
+    for state_dict in taken:
+        assert state_dict["param_groups"][0]["params"] == [0, 1, 2, 3]
+        shapes = [state_dict["state"][index]["exp_avg"].shape for index in range(4)]
+        assert shapes == [weight.shape for weight in module.weights]
