@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.borrow import Borrower
 from lightning_mixprec.exchange import replace
-from lightning_mixprec.given import HALF as _HALF
 from lightning_mixprec.given import Given
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.ranks import several_ranks
 from lightning_mixprec.state_hooks import StateHooks, set_fp32_
 from lightning_mixprec.storage import Bucket, Masters
 from lightning_mixprec.wide_gradients import WideGradients
+from lightning_mixprec.widening import HALF
 
 
 class MasterWeights:
@@ -88,7 +88,7 @@ class MasterWeights:
         _refuse_overlap(module)
         for name, param in module.named_parameters():
             target = dtypes.get(name, param.dtype)
-            if param.requires_grad and target in _HALF:
+            if param.requires_grad and target in HALF:
                 self._stand_in(param)
                 param.grad = None
                 param.data = param.data.to(target)
@@ -173,7 +173,7 @@ class MasterWeights:
 
     def enrol(self, params: Iterable[nn.Parameter]) -> None:
         """Give a value to 16-bit parameters that have none: unfrozen, or given to the optimizer, since the start."""
-        new = [param for param in params if param.dtype in _HALF and param.requires_grad and param not in self]
+        new = [param for param in params if param.dtype in HALF and param.requires_grad and param not in self]
         for param in new:
             self._stand_in(param)
         self._allocate(new)
@@ -187,7 +187,7 @@ class MasterWeights:
         self.adopt_edits()
         params = list(params)
         for param in params:
-            if param.dtype in _HALF and param not in self._stand_ins:  # frozen, as given
+            if param.dtype in HALF and param not in self._stand_ins:  # frozen, as given
                 self._given.widen_(param, [param])
         leaving = [param for param in params if param in self._stand_ins]
         values = {param: self.peek(param).clone() for param in leaving}
@@ -257,7 +257,7 @@ class MasterWeights:
         if param in self._homes:
             bucket, index = self._homes[param]
             return bucket.peek(index)
-        if param not in self._stand_ins or param.dtype not in _HALF:
+        if param not in self._stand_ins or param.dtype not in HALF:
             return param.detach()
         value = self._stand_ins[param].data
         return torch.where(value.to(param.device, param.dtype) == param, value.to(param.device), param.float())

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.widening import HALF
 
 ReduceDtype = Literal["compute", "fp32"]
 
@@ -109,7 +110,7 @@ class GradientReduction:
         """DDP's communication hook: the average over ranks, in the dtype of the bucket."""
         buffer, gradients = bucket.buffer(), bucket.gradients()
         params = cast(list[nn.Parameter], bucket.parameters())
-        half = buffer.dtype in (torch.float16, torch.bfloat16) and not buffer.is_sparse
+        half = buffer.dtype in HALF and not buffer.is_sparse
         held = [param for param in params if param in self._aside]
         if not (half and (self._in_fp32 or held)):
             return _average(buffer, group)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.gradients import multiply_gradients
-
-_HALF = (torch.float16, torch.bfloat16)
+from lightning_mixprec.widening import HALF
 
 
 class WideGradients:
@@ -48,7 +47,7 @@ class WideGradients:
         Must not be used while a DDP reducer still has to see the gradient: its buckets are 16-bit.
         """
         for param in params:
-            if param.grad is not None and param.grad.dtype in _HALF:
+            if param.grad is not None and param.grad.dtype in HALF:
                 self.give(param, param.grad.float())
 
     def narrow(self, params: Iterable[nn.Parameter]) -> None:
