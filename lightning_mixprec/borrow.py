@@ -15,55 +15,29 @@ flat state (:mod:`lightning_mixprec.bucket_state`) and the memory behind it (:mo
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_mixprec.bucket_state import BucketState, narrow_keys, widen
+from lightning_mixprec.bucket_state import BucketState, widen
+from lightning_mixprec.exchange import Exchange, holding, take_replaced
 from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
-from lightning_mixprec.probe import classify, without_step_hooks
+from lightning_mixprec.layout import Homes, Layout, Layouts, shares
+from lightning_mixprec.probe import classify, refuse_wrapper, without_step_hooks
 from lightning_mixprec.scratch import Scratch, gather_gradients
+from lightning_mixprec.step_guard import StepGuard
 from lightning_mixprec.storage import Bucket, Masters
 
 # fp32 values in one call. Calls cost time of their own, but what a flat step has gathered should still be in the cache
 # when the optimizer comes to it, and what that has written when it is rounded.
 _CALL_ELEMENTS = 2**22
 _FLAT_CALL_ELEMENTS_ON_CPU = 2**20
-
-
-class Homes(Protocol):
-    """What a borrower asks of the masters: where a parameter's fp32 value is."""
-
-    def home(self, param: nn.Parameter) -> tuple[Bucket, int] | None:
-        """Bucket and place of ``param``, or None if it is its own fp32 value."""
-
-    def stand_in(self, param: nn.Parameter) -> nn.Parameter:
-        """The fp32 parameter that optimizers see in place of ``param``."""
-
-    def enrol(self, params: Iterable[nn.Parameter]) -> None:
-        """Give a home to 16-bit parameters that have none."""
-
-    def unscale_gradients(self, params: Iterable[nn.Parameter], inverse_scale: Tensor | None = None) -> None:
-        """Make gradients fp32 and final."""
-
-
-class _Layout(NamedTuple):
-    """Where the parameters of a group are: those that are their own value, and by bucket the places of the others."""
-
-    params: list[nn.Parameter]
-    own: list[nn.Parameter]
-    places: dict[Bucket, list[int]]
-
-
-# A group, its parameters that are their own values, and its buckets with the places in them.
-_Share: TypeAlias = tuple[dict[str, Any], list[nn.Parameter], list[tuple[Bucket, list[int]]]]
 
 
 class Borrower:
@@ -86,20 +60,18 @@ class Borrower:
         self._homes = homes
         self._masters = masters
         self._states: dict[Bucket, BucketState] = {}
-        self._layouts: dict[int, _Layout] = {}
-        self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # stand-in -> parameter, while a window is open
-        _refuse_foreign_state(optimizer)
+        self._layouts = Layouts(homes)
+        self._exchange = Exchange(optimizer)
+        refuse_wrapper(optimizer)
         widen(optimizer.state.values())  # made from 16-bit parameters, by an optimizer that was made in mid-fit
-        self._narrow: set[Any] = set()  # keys of state that the optimizer makes in 16 bits of its own accord
         self._known: tuple[int, str] = (-1, "")  # for how many groups a way was looked for, and which was found
         self.way = self._find_way()
         self._handles = [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
             optimizer.register_state_dict_pre_hook(self._refuse_halfway),
-            optimizer.register_step_pre_hook(self._refuse_bare_step),
         ]
-        self._inside = False
+        self._guard = StepGuard(optimizer, "on 16-bit weights")
         self._halfway = False  # in a step, with a part of the weights stepped, or of the parameters exchanged
         # Optimizers with modes (schedule-free) write weights and read state outside a step: also inside a window. The
         # class is exchanged, not the methods of the instance, because Lightning's wrapper calls those of the class.
@@ -112,9 +84,10 @@ class Borrower:
 
     def close(self) -> None:
         """Hand the optimizer back: the module's parameters, state of their own, no hooks."""
-        self._put_back()
+        self._exchange.put_back()
         for state in self._states.values():
             state.release()
+        self._guard.remove()
         for handle in self._handles:
             handle.remove()
         self.optimizer.__class__ = self._class
@@ -125,7 +98,7 @@ class Borrower:
         for bucket in buckets:
             if bucket in self._states:
                 self._states.pop(bucket).release()
-        self._layouts.clear()
+        self._layouts.forget()
 
     def _find_way(self) -> str:
         """The way as of now: of one group it cannot be told whether steps look across groups, and ``fused`` can change.
@@ -162,18 +135,8 @@ class Borrower:
     @torch.no_grad()
     def step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None = None) -> Any:
         """One step; see :meth:`lightning_mixprec.master.MasterWeights.step`."""
-        self._inside = True
-        try:
+        with self._guard.lifted():
             return self._step(call, inverse_scale, skip)
-        finally:
-            self._inside = False
-
-    def _refuse_bare_step(self, *_: Any) -> None:
-        if not self._inside:
-            raise RuntimeError(
-                f"{self._class.__name__}.step() was called past Lightning, on 16-bit weights. Step what "
-                "`self.optimizers()` returns, not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
-            )
 
     def _refuse_halfway(self, _: Optimizer) -> None:
         if self._halfway:
@@ -186,28 +149,24 @@ class Borrower:
     def _step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None) -> Any:
         self.way = self._find_way()
         groups = list(self.optimizer.param_groups)
-        layouts = [self._layout(group) for group in groups]
+        layouts = [self._layouts.of(group) for group in groups]
         hooked = self._step_hooks("pre") or self._step_hooks("post")
         standing = all(bucket.master is not None for layout in layouts for bucket in layout.places)
         if self.way == "whole" or (hooked and standing):
             for layout in layouts:
-                self._homes.unscale_gradients(layout.params, inverse_scale)
+                self._homes.gradients.unscale(layout.params, inverse_scale)
             return self._step_whole(call)
-        if self.way == "kernel" and not hooked:
-            return self._step_by_kernel(groups, layouts, call, inverse_scale, skip)
+        in_parts = self._step_by_kernel if self.way == "kernel" else self._step_in_parts
         if not hooked:
-            return self._step_in_parts(groups, layouts, call, inverse_scale)
+            return in_parts(groups, layouts, call, inverse_scale, skip)
         # Hooks expect one call, with everything in place: they get it around the parts, with the module's parameters.
         for layout in layouts:
-            self._homes.unscale_gradients(layout.params, inverse_scale)
+            self._homes.gradients.unscale(layout.params, inverse_scale)
         for hook in self._step_hooks("pre"):
             if hook(self.optimizer, (), {}) is not None:
                 raise ValueError(f"A step hook of {self._class.__name__} changes arguments; use masters='fp32'.")
         with without_step_hooks(self.optimizer):
-            if self.way == "kernel":
-                result = self._step_by_kernel(groups, layouts, call, None, None)
-            else:
-                result = self._step_in_parts(groups, layouts, call, None)
+            result = in_parts(groups, layouts, call, None, None)
         for hook in self._step_hooks("post"):
             hook(self.optimizer, (), {})
         return result
@@ -215,26 +174,29 @@ class Borrower:
     def _step_hooks(self, kind: str) -> list[Callable[..., Any]]:
         own = getattr(self.optimizer, f"_optimizer_step_{kind}_hooks").values()
         everywhere = _global_optimizer_pre_hooks if kind == "pre" else _global_optimizer_post_hooks
-        return [*everywhere.values(), *(hook for hook in own if hook != self._refuse_bare_step)]
+        return [*everywhere.values(), *(hook for hook in own if hook != self._guard.hook)]
 
     def _step_in_parts(
         self,
         groups: list[dict[str, Any]],
-        layouts: list[_Layout],
+        layouts: list[Layout],
         call: Callable[[], Any],
         inverse_scale: Tensor | None,
+        _: Tensor | None,
     ) -> Any:
         scratch = Scratch()
+        on_cpu = any(bucket.half.device.type == "cpu" for layout in layouts for bucket in layout.places)
+        limit = _FLAT_CALL_ELEMENTS_ON_CPU if on_cpu and self.way == "flat" else _CALL_ELEMENTS
         result = None
         self._halfway = True
         try:
-            for group, own, buckets in self._shares(groups, layouts):
+            for group, own, buckets in shares(groups, layouts, limit):
                 with ExitStack() as loans:
                     lent = [param for param in own if param.grad is not None]
-                    self._homes.unscale_gradients(lent, inverse_scale)
+                    self._homes.gradients.unscale(lent, inverse_scale)
                     for bucket, places in buckets:
                         lent += loans.enter_context(self._lend(group, bucket, places, scratch, inverse_scale))
-                    loans.enter_context(_holding(group, lent))
+                    loans.enter_context(holding(group, lent))
                     if lent:
                         self.optimizer.param_groups[:] = [group]
                         result = call()
@@ -247,13 +209,13 @@ class Borrower:
     def _step_by_kernel(
         self,
         groups: list[dict[str, Any]],
-        layouts: list[_Layout],
+        layouts: list[Layout],
         call: Callable[[], Any],
         inverse_scale: Tensor | None,
         skip: Tensor | None,
     ) -> Any:
         scratch = Scratch()
-        fused = FusedAdam(self.optimizer, self._homes.unscale_gradients, skip)
+        fused = FusedAdam(self.optimizer, self._homes.gradients.unscale, skip)
         self._halfway = True
         try:
             for group, layout in zip(groups, layouts, strict=True):
@@ -264,43 +226,10 @@ class Borrower:
                     fused.step_bucket(group, bucket, params, state, scratch, inverse_scale)
             with ExitStack() as nothing:  # left to do: but schedulers watch for the call
                 for group in groups:
-                    nothing.enter_context(_holding(group, []))
+                    nothing.enter_context(holding(group, []))
                 return call()
         finally:
             self._halfway = False
-
-    def _layout(self, group: dict[str, Any]) -> _Layout:
-        known, params = self._layouts.get(id(group)), group["params"]
-        if (
-            known is None
-            or len(known.params) != len(params)
-            or not all(map(operator.is_, known.params, params))
-            or any(param.requires_grad and param.element_size() == 2 for param in known.own)  # unfrozen since
-        ):
-            self._homes.enrol(params)
-            known = _Layout(list(params), [], {})
-            for param in known.params:
-                home = self._homes.home(param)
-                if home is None:
-                    known.own.append(param)
-                else:
-                    known.places.setdefault(home[0], []).append(home[1])
-            self._layouts[id(group)] = known
-        return known
-
-    def _shares(self, groups: Sequence[dict[str, Any]], layouts: Sequence[_Layout]) -> Iterator[_Share]:
-        """What goes into each call of the optimizer: a few buckets of one group."""
-        for group, layout in zip(groups, layouts, strict=True):
-            own = layout.own
-            buckets: list[tuple[Bucket, list[int]]] = []
-            for bucket, places in layout.places.items():
-                in_cache = self.way == "flat" and bucket.half.device.type == "cpu"
-                limit = _FLAT_CALL_ELEMENTS_ON_CPU if in_cache else _CALL_ELEMENTS
-                if sum(each.numel for each, _ in buckets) + bucket.numel > limit and buckets:
-                    yield group, own, buckets
-                    own, buckets = [], []
-                buckets.append((bucket, places))
-            yield group, own, buckets
 
     @contextmanager
     def _lend(
@@ -325,13 +254,13 @@ class Borrower:
         flat_state = state.take(self.optimizer.state) if self.way == "flat" and state.suits(params) else None
         if flat_state is None:
             state.release()
-            self._homes.unscale_gradients(params, inverse_scale)
+            self._homes.gradients.unscale(params, inverse_scale)
             lent = {param: self._show(param, bucket.view(values, bucket.index[param])) for param in params}
-            self._exchange(lent)
+            self._exchange.lend_state(lent)
             try:
                 yield list(lent.values())
             finally:
-                self._put_back(lent.values())
+                self._exchange.put_back(lent.values())
                 self._hide(bucket, values, lent)
                 room = None
         else:
@@ -342,7 +271,7 @@ class Borrower:
             try:
                 yield [whole]
             finally:
-                _take_replaced(whole, values)
+                take_replaced(whole, values)
                 state.scatter(self.optimizer.state, self.optimizer.state.pop(whole, flat_state))
         bucket.write(values, room)
 
@@ -352,7 +281,7 @@ class Borrower:
         lent: dict[Bucket, dict[nn.Parameter, nn.Parameter]] = {}
         values: dict[Bucket, Tensor] = {}
         for group in self.optimizer.param_groups:
-            for bucket, places in self._layout(group).places.items():
+            for bucket, places in self._layouts.of(group).places.items():
                 if bucket not in values:
                     bucket.adopt()
                     self._states.setdefault(bucket, BucketState(bucket)).release()
@@ -364,12 +293,12 @@ class Borrower:
         everything = {param: stand_in for shown in lent.values() for param, stand_in in shown.items()}
         self._halfway = True
         try:
-            self._replace_all(everything)
+            self._exchange.lend_all(everything)
             self._halfway = False  # hooks in there see the optimizer with all that it has
             return call()
         finally:
             self._halfway = True
-            self._put_back()
+            self._exchange.put_back()
             self._halfway = False
             for bucket, value in values.items():
                 self._hide(bucket, value, lent[bucket])
@@ -389,35 +318,12 @@ class Borrower:
     def _hide(self, bucket: Bucket, values: Tensor, lent: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Drop gradient and scratch memory of stand-ins; what an optimizer put in place of ``data`` counts."""
         for param, stand_in in lent.items():
-            _take_replaced(stand_in, bucket.view(values, bucket.index[param]))
+            take_replaced(stand_in, bucket.view(values, bucket.index[param]))
             stand_in.grad = None
             if bucket.master is None:
                 stand_in.data = torch.zeros((), device=values.device).expand(stand_in.shape)
 
-    # Windows in which the optimizer holds stand-ins
-
-    def _replace_all(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self._exchange(stand_ins)
-        for group in self.optimizer.param_groups:
-            group["params"][:] = [stand_ins.get(param, param) for param in group["params"]]
-
-    def _exchange(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        state = self.optimizer.state
-        for param, stand_in in stand_ins.items():
-            self._replaced[stand_in] = param
-            if param in state:
-                widen([state[param]], self._narrow)
-                state[stand_in] = state.pop(param)
-
-    def _put_back(self, stand_ins: Iterable[nn.Parameter] | None = None) -> None:
-        for group in self.optimizer.param_groups:
-            group["params"][:] = [self._replaced.get(param, param) for param in group["params"]]
-        state = self.optimizer.state
-        for stand_in in list(self._replaced if stand_ins is None else stand_ins):
-            param = self._replaced.pop(stand_in)
-            if stand_in in state:
-                self._narrow.update(narrow_keys(state[stand_in]))  # what it was lent had none but those
-                state[param] = state.pop(stand_in)
+    # Loading
 
     def _before_load(self, optimizer: Optimizer, _: Any) -> None:
         """Torch casts loaded state to the dtype of its parameter: show it fp32 ones (of no memory)."""
@@ -425,36 +331,10 @@ class Borrower:
             state.release()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         stand_ins = {param: self._homes.stand_in(param) for param in params if self._homes.home(param)}
-        self._replace_all(stand_ins)
+        self._exchange.lend_all(stand_ins)
 
     def _after_load(self, _: Optimizer) -> None:
-        self._put_back()
-
-
-@contextmanager
-def _holding(group: dict[str, Any], params: list[nn.Parameter]) -> Iterator[None]:
-    kept = group["params"][:]
-    group["params"][:] = params
-    try:
-        yield
-    finally:
-        group["params"][:] = kept
-
-
-def _take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:
-    """Some optimizers assign ``p.data = ...`` instead of writing into it."""
-    if stand_in.data_ptr() != view.data_ptr():
-        view.copy_(stand_in.data.view_as(view))
-        stand_in.data = view
-
-
-def exchange(optimizer: Optimizer, replacement: Mapping[Any, nn.Parameter]) -> None:
-    """Replace parameters in an optimizer's groups and as keys of its state, in place."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [replacement.get(param, param) for param in group["params"]]
-    items = list(optimizer.state.items())
-    optimizer.state.clear()
-    optimizer.state.update((replacement.get(key, key), value) for key, value in items)
+        self._exchange.put_back()
 
 
 def _in_window(name: str) -> Callable[..., Any]:
@@ -466,14 +346,3 @@ def _in_window(name: str) -> Callable[..., Any]:
         return borrower._step_whole(partial(getattr(borrower._class, name), optimizer, *args, **kwargs))
 
     return method
-
-
-def _refuse_foreign_state(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that holds another one, which would step on weights behind its back."""
-    for name, value in vars(optimizer).items():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        if name not in ("state", "param_groups") and any(isinstance(each, Optimizer) for each in values):
-            raise ValueError(
-                f"{type(optimizer).__name__} wraps another optimizer (in {name!r}) and changes weights behind its "
-                "back, which masters cannot follow. Use the inner optimizer; MasterWeightAveraging averages weights."
-            )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.storage import Bucket
+from lightning_mixprec.widening import HALF
 
-_HALF = (torch.float16, torch.bfloat16)
 _MANY = 64  # parameters in a bucket that are stepped as one tensor
 
 
@@ -153,7 +153,7 @@ def widen(states: Iterable[Any], keep: Container[Any] = ()) -> None:
 def narrow_keys(state: Any) -> list[Any]:
     """Keys of 16-bit tensors."""
     items = state.items() if isinstance(state, dict) else ()
-    return [key for key, value in items if isinstance(value, Tensor) and value.dtype in _HALF]
+    return [key for key, value in items if isinstance(value, Tensor) and value.dtype in HALF]
 
 
 def _equal(one: Any, other: Any) -> bool:

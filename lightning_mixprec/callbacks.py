@@ -28,6 +28,7 @@ from lightning_mixprec.questions import refuse_second_average
 from lightning_mixprec.sharding import reshard_
 from lightning_mixprec.shards import shard_like, whole
 from lightning_mixprec.snapshots import SnapshotDtype, adopt_snapshots, snapshot_files, write_snapshot
+from lightning_mixprec.widening import widened
 
 AverageFn = Callable[[Tensor, Tensor, int], Tensor]
 Averages = dict[str, Tensor]
@@ -182,7 +183,7 @@ class MasterWeightAveraging(WeightAveraging):
 
     @torch.no_grad()
     def _update(self, pl_module: LightningModule) -> None:
-        weights = {name: _widened(self._place(w, w)) for name, w in _trained_weights(pl_module, self.averages)}
+        weights = {name: widened(self._place(w, w)) for name, w in _trained_weights(pl_module, self.averages)}
         for profile, averages in zip(self.profiles.values(), self.profile_averages.values(), strict=True):
             own = [self._average_of(averages, name, weight) for name, weight in weights.items()]
             if self.avg_fn is None:
@@ -258,7 +259,7 @@ class MasterWeightAveraging(WeightAveraging):
 
     def _average_of(self, averages: Averages, name: str, weight: Tensor) -> Tensor:
         if name not in averages:  # at the start, or unfrozen since
-            averages[name] = _widened(self._place(weight, weight)).clone()
+            averages[name] = widened(self._place(weight, weight)).clone()
         return averages[name]
 
     def _place(self, tensor: Tensor, weight: Tensor) -> Tensor:
@@ -333,13 +334,8 @@ class MasterWeightAveraging(WeightAveraging):
             if (param.requires_grad if averaged is None else name in averaged)
         }
         for profile, averages in self.profile_averages.items():
-            values = {name: _widened(value) for name, value in sources.get(profile, {}).items() if name in trained}
+            values = {name: widened(value) for name, value in sources.get(profile, {}).items() if name in trained}
             averages |= {name: shard_like(value, trained[name]).clone() for name, value in values.items()}
-
-
-def _widened(value: Tensor) -> Tensor:
-    """Fp32 in place of 16 bits, in which an average would not move; anything else as it is."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _write(pl_module: LightningModule, values: Averages) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from lightning_mixprec.given import HALF, Given, widen_buffers_
+from lightning_mixprec.given import Given, widen_buffers_
 from lightning_mixprec.layers import (
     ComputeLayer,
     Fp32Layer,
@@ -32,6 +32,7 @@ from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy, is_reparametrised
 from lightning_mixprec.state_hooks import leftovers, remove_leftovers_
 from lightning_mixprec.storage import Masters
+from lightning_mixprec.widening import HALF
 
 _SETTINGS = {
     # Under torch.compile an fp32 layer's backward would run under the autocast around the whole forward.

@@ -24,6 +24,7 @@ from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.opaque import is_transformed
 from lightning_mixprec.overflow import Verdict, Watch
+from lightning_mixprec.ranks import several_ranks
 from lightning_mixprec.replay import (
     Replayer,
     in_backward,
@@ -262,7 +263,7 @@ class _Sentinel:
 def _agreed(own: list[Verdict]) -> list[Verdict]:
     """The verdicts of all ranks, each layer once, in the order of the ranks."""
     everyone = [own]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several_ranks():
         everyone = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, own)
     return list({verdict.layer: verdict for each in reversed(everyone) for verdict in reversed(each)}.values())[::-1]

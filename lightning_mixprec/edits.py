@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.storage import Bucket
-
-_HALF = (torch.float16, torch.bfloat16)
+from lightning_mixprec.widening import HALF
 
 
 @contextmanager
@@ -62,12 +61,12 @@ def fp32_weights(module: nn.Module, masters: MasterWeights | None = None) -> Ite
             if bucket not in flats:
                 flats[bucket] = bucket.read().clone()
             shown[name] = bucket.view(flats[bucket], place)
-        elif param.dtype in _HALF:
+        elif param.dtype in HALF:
             shown[name] = param.detach().float() if masters is None else masters.peek(param).float()
         else:
             shown[name] = param.detach()
     stamps = {bucket: bucket.stamp() for bucket in flats}
-    before = {name: value.clone() for name, value in shown.items() if params[name].dtype not in _HALF}
+    before = {name: value.clone() for name, value in shown.items() if params[name].dtype not in HALF}
     weights = dict(shown)
     try:
         yield weights
@@ -91,7 +90,7 @@ def fp32_weights(module: nn.Module, masters: MasterWeights | None = None) -> Ite
             bucket.write(flats[bucket].clone())  # which holds garbage afterwards
         for name, param in params.items():
             home = None if masters is None else masters.home(param)
-            if home is None and param.dtype in _HALF:
+            if home is None and param.dtype in HALF:
                 param.copy_(shown[name]) if masters is None else masters.write(param, shown[name])
             elif home is not None and home[0] in written:
                 torch.autograd.graph.increment_version(param)  # a backward that needs the old value must not go on

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.opaque import is_script
-
-HALF = (torch.float16, torch.bfloat16)
+from lightning_mixprec.widening import HALF
 
 
 class Given:

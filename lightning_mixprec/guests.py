@@ -49,7 +49,7 @@ class TrainingModule(ComputeLayer):
     def on_train_batch_start(self, *args: Any) -> Any:
         """The user's; it and the hooks before it may have unfrozen parameters."""
         result = super().on_train_batch_start(*args)  # type: ignore[misc]
-        self.trainer.precision_plugin._admit_newcomers()
+        self.trainer.precision_plugin._fit.admit_newcomers()
         return result
 
 

@@ -25,11 +25,10 @@ from torch.utils._contextlib import _wrap_generator
 
 from lightning_mixprec.calls import is_called, is_metric, is_outside, own_methods
 from lightning_mixprec.norms import lean_norm
-from lightning_mixprec.widening import Cast, call_widened, widened, widened_unless_parameter
+from lightning_mixprec.opaque import is_script
+from lightning_mixprec.widening import HALF, Cast, call_widened, widened, widened_unless_parameter
 from lightning_mixprec.widening import map_tensors as map_tensors
 from lightning_mixprec.widening import widen as widen
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class SwappedLayer(nn.Module):
@@ -106,7 +105,7 @@ class WidenedLayer(Fp32Layer):
 
     def _mixprec_call(self, function: Any, args: Any, kwargs: Any, cast: Cast = widened) -> Any:
         own = self.named_parameters(recurse=False)
-        wide: dict[str, Any] = {name: param.float() for name, param in own if param.dtype in _HALF}
+        wide: dict[str, Any] = {name: param.float() for name, param in own if param.dtype in HALF}
         with _reparametrize_module(self, wide) if wide else nullcontext():
             return super()._mixprec_call(function, args, kwargs, cast)
 
@@ -218,7 +217,7 @@ def swap_(
         TypeError: If ``forward`` was replaced on the instance or compiled to TorchScript: the class would not be asked.
     """
     _drop_own_forward(module)
-    if wraps_forward and (isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__):
+    if wraps_forward and (is_script(module) or "forward" in module.__dict__):
         raise TypeError(
             f"{type(module).__name__} has a forward of its own (TorchScript, or assigned on the instance), which "
             f"{kind.__name__} cannot wrap. Define forward in a class, or take the layer out of the fp32 entries."
@@ -261,7 +260,7 @@ def swap_layers_(
     for name, layer in model.named_modules(remove_duplicate=False):
         kind = classes.get(kinds.get(name, "compute"))
         # TorchScript, which `swap_` refuses, does not even say whether it is.
-        if kind is not None and (isinstance(layer, torch.jit.ScriptModule) or is_called(layer)):
+        if kind is not None and (is_script(layer) or is_called(layer)):
             if not isinstance(layer, kind):
                 restore_(layer, below=False)
                 _refuse_own_methods(name, layer, kind)
@@ -283,7 +282,7 @@ def swap_inner_(layers: Iterable[nn.Module], device_type: str, compute: torch.dt
     metrics = {each for layer in layers if is_metric(layer) for each in layer.modules()}
     for layer in layers:
         _drop_own_forward(layer)
-        own = isinstance(layer, (SwappedLayer, torch.jit.ScriptModule)) or "forward" in layer.__dict__
+        own = isinstance(layer, SwappedLayer) or is_script(layer) or "forward" in layer.__dict__
         if not own and layer not in metrics and is_called(layer) and next(layer.parameters(), None) is not None:
             swap_(layer, InnerLayer, device_type, compute)
 

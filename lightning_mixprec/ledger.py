@@ -12,19 +12,22 @@ What it leaves out: which hook of the Trainer calls what (:mod:`lightning_mixpre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.gradients import found_nonfinite, multiply_gradients
 from lightning_mixprec.mailbox import Mailbox
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.ranks import Place, over_ranks, receive, send, several_ranks
 from lightning_mixprec.reduction import GradientReduction
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.shards import local, shard_like, whole
+from lightning_mixprec.step_guard import StepGuard
 
 
 class GradientLedger:
@@ -95,24 +98,17 @@ class GradientLedger:
         self._window: set[int] = set()  # batches whose gradients are pending
         self._scaled: set[nn.Parameter] = set()  # whose gradient carries the loss scale, if that is not 1 for ever
         self._stepped = self._skipped = False  # in this batch, any optimizer
-        self._inside = False  # a step
-        self._handles: list[Any] = []
+        self._guards: dict[Optimizer, StepGuard] = {}
         if masters is None and refuse_bare_steps:
-            self._handles = [optimizer.register_step_pre_hook(self._refuse_bare_step) for optimizer in optimizers]
+            for each in optimizers:
+                # Without gradients of a backward it is torch that steps, to make optimizer state before it loads some.
+                fault = "on gradients that carry the loss scale or have not been looked at on all ranks"
+                self._guards[each] = StepGuard(each, fault, partial(self._pending.__contains__, each))
 
     def close(self) -> None:
         """Leave the optimizers as found."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _refuse_bare_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # Without gradients of a backward it is torch itself: it makes optimizer state by a step before it loads some.
-        if not self._inside and optimizer in self._pending:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called past Lightning, so its gradients carry the loss scale "
-                "and nobody has looked whether they are finite on all ranks. Step what `self.optimizers()` returns, "
-                "not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
-            )
+        for guard in self._guards.values():
+            guard.remove()
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with other optimizers, between two steps."""
@@ -170,9 +166,9 @@ class GradientLedger:
                 self._scaled.update(true)
             if self._masters is not None and self._reduction is None:
                 if self._accumulate_in_fp32:
-                    self._masters.accumulate_in_fp32(params)
+                    self._masters.gradients.widen(params)
                 else:
-                    self._masters.narrow_gradients(params)
+                    self._masters.gradients.narrow(params)
         if not self._pending:
             self._window.clear()
         if self._reduction is not None:
@@ -188,7 +184,7 @@ class GradientLedger:
         found = self._found.get(optimizer)
         if found is None or optimizer not in self._pending or optimizer in self._covered:
             return False
-        return bool(_over_ranks(found.clone()) if self._masters is None else found)
+        return bool(over_ranks(found.clone()) if self._masters is None else found)
 
     def after_backward(self) -> None:
         """Note non-finite gradients, before anybody can hide them."""
@@ -230,7 +226,7 @@ class GradientLedger:
         # DDP's backward leaves gradients on all ranks or on none, so it takes a rank that has cleared its own since for
         # them to differ here. A rank that has made none must not ask: another that is still in its backward would take
         # the question for a gradient. That one is found out by the number of its batch, in its next step.
-        return self.overflowed(optimizer) if _several_ranks() else self.dropped_by_user(optimizer)
+        return self.overflowed(optimizer) if several_ranks() else self.dropped_by_user(optimizer)
 
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether any rank has noted a non-finite gradient of ``optimizer``. Waits for the device.
@@ -280,45 +276,26 @@ class GradientLedger:
             for each in self.optimizers:
                 self.note(each)
         flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice])
-        if not _several_ranks():
-            return flags
-        here = flags.new_full((1,), float(self._place(optimizer)))  # exact
-        return _over_ranks(torch.cat([flags, here, -here]))
+        return send(flags, self._place(optimizer)) if several_ranks() else flags
 
     def _answer(self, optimizer: Optimizer, values: list[float]) -> bool:
         """Whether ``optimizer`` has to skip, from what :meth:`_agree` gave; remembers what it says of the others."""
-        if _several_ranks():
-            *values, last, first = values
-            self._refuse_different_places(optimizer, int(-first), int(last))
+        if several_ranks():
+            values = receive(values, self._place(optimizer), type(optimizer).__name__)
         *values, notice = values
         found = dict(zip(self.optimizers, values, strict=True))
         self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
         return bool(found[optimizer])
 
-    def _place(self, optimizer: Optimizer) -> int:
-        count = len(self.optimizers)
-        return 2 * (self.batches % 2**16 * count + self.optimizers.index(optimizer)) + self.has_gradients(optimizer)
-
-    def _refuse_different_places(self, optimizer: Optimizer, first: int, last: int) -> None:
-        if first == last:
-            return
-        count = len(self.optimizers)
-        mine, low, high = (
-            f"batch {each // 2 // count}, optimizer {each // 2 % count}, {'with' if each % 2 else 'without'} gradients"
-            for each in (self._place(optimizer), first, last)
-        )
-        raise RuntimeError(
-            f"The ranks step at different places, between ({low}) and ({high}); this one at ({mine}), where "
-            f"optimizer {self.optimizers.index(optimizer)} is {type(optimizer).__name__}. Every rank has to call "
-            "backward and step equally often, on a loss of zero where it has nothing to learn, and needs as many "
-            "batches as the others."
-        )
+    def _place(self, optimizer: Optimizer) -> Place:
+        index = self.optimizers.index(optimizer)
+        return Place(self.batches, index, len(self.optimizers), self.has_gradients(optimizer))
 
     def agreed(self, flag: Tensor | None) -> bool:
         """Whether ``flag``, bool [], is true on any rank. Waits for the device; all ranks must ask."""
         own = torch.zeros((), device=self._device) if flag is None else flag.float()
-        return bool(_over_ranks(own))
+        return bool(over_ranks(own))
 
     def value(self, param: nn.Parameter) -> Tensor:
         """The fp32 value of a parameter, or of this rank's part of it."""
@@ -329,7 +306,7 @@ class GradientLedger:
         """Make the gradients of ``optimizer`` fp32 and true, each once."""
         params = _with_gradients(optimizer)
         if self._masters is not None:
-            self._masters.unscale_gradients(params)
+            self._masters.gradients.unscale(params)
         if not self.scaler.is_identity:
             scaled = [param for param in params if param in self._scaled]
             multiply_gradients(scaled, self.scaler.inverse_scale())
@@ -351,11 +328,8 @@ class GradientLedger:
                 inverse_scale = self.scaler.inverse_scale()  # bucket by bucket
             else:
                 self.unscale(optimizer)
-        self._inside = True
-        try:
+        with self._guards[optimizer].lifted() if optimizer in self._guards else nullcontext():
             output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale, skip)
-        finally:
-            self._inside = False
         if skip is None:
             self._took(optimizer)
         return output
@@ -413,7 +387,7 @@ class GradientLedger:
                     grad = grad.to(param.dtype)
                 if grad.dtype != param.dtype:
                     assert self._masters is not None
-                    self._masters.give_gradient(param, grad)
+                    self._masters.gradients.give(param, grad)
                 else:
                     param.grad = grad
         self._pending.update(optimizer for optimizer in self.optimizers if self.has_gradients(optimizer))
@@ -422,7 +396,7 @@ class GradientLedger:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if drop:
             if self._masters is not None:
-                self._masters.release_gradients(params)
+                self._masters.gradients.release(params)
             else:
                 for param in params:
                     param.grad = None
@@ -433,17 +407,6 @@ class GradientLedger:
         self._covered = set(self._pending)
         if not self._pending:
             self._window.clear()
-
-
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _over_ranks(flags: Tensor) -> Tensor:
-    """The largest of all ranks, in place."""
-    if _several_ranks():
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return flags
 
 
 def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ What it leaves out: steps themselves (:mod:`lightning_mixprec.precision`), which
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,7 +25,7 @@ class ManualGuards:
     """Guards of one fit in manual optimization.
 
     Args:
-        plugin: The plugin, which schedules ask for steps that were skipped.
+        rests: Tells whether a schedule of an optimizer has to rest, because its last step was skipped.
         model: The module, or the wrapper of DDP around it.
         optimizers: All of them.
         schedulers: Schedules that the user steps.
@@ -37,7 +37,7 @@ class ManualGuards:
 
     def __init__(
         self,
-        plugin: Any,
+        rests: Callable[[Any], bool],
         model: nn.Module,
         optimizers: Iterable[Optimizer],
         schedulers: Iterable[Any],
@@ -47,7 +47,7 @@ class ManualGuards:
         self.in_backward = False
         self._made_backward = False  # in this batch
         self._handles: list[Any] = []
-        self._schedulers = [rest_over_skips(scheduler, plugin) for scheduler in schedulers]
+        self._schedulers = [rest_over_skips(scheduler, rests) for scheduler in schedulers]
         self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
         if refuse_plain_backward:
             groups = (group for optimizer in optimizers for group in optimizer.param_groups)

@@ -26,13 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mixprec.borrow import Borrower, exchange
-from lightning_mixprec.given import HALF as _HALF
+from lightning_mixprec.borrow import Borrower
+from lightning_mixprec.exchange import replace
 from lightning_mixprec.given import Given
-from lightning_mixprec.gradients import multiply_gradients
 from lightning_mixprec.opaque import is_script
+from lightning_mixprec.ranks import several_ranks
 from lightning_mixprec.state_hooks import StateHooks, set_fp32_
 from lightning_mixprec.storage import Bucket, Masters
+from lightning_mixprec.wide_gradients import WideGradients
+from lightning_mixprec.widening import HALF
 
 
 class MasterWeights:
@@ -46,6 +48,9 @@ class MasterWeights:
         masters: How the fp32 values are stored: ``"fp32"``, ``"split"``, ``"split24"`` or ``"none"``.
         seed: Of the stochastic rounding of ``"split24"`` and ``"none"``; the same on all ranks.
         given: What else was widened, and is to be shown in state dicts, and given back, in the dtype given.
+
+    Attributes:
+        gradients: Which parameters carry fp32 gradients.
 
     Raises:
         ValueError: If two parameters share memory without being the same object: they would drift apart.
@@ -79,11 +84,11 @@ class MasterWeights:
         self._settled = False
         self._given = Given() if given is None else given  # frozen parameters computing in fp32, among others
         self._borrowers: dict[Optimizer, Borrower] = {}
-        self._widened: set[nn.Parameter] = set()  # 16-bit parameters that carry an fp32 gradient
+        self.gradients = WideGradients()
         _refuse_overlap(module)
         for name, param in module.named_parameters():
             target = dtypes.get(name, param.dtype)
-            if param.requires_grad and target in _HALF:
+            if param.requires_grad and target in HALF:
                 self._stand_in(param)
                 param.grad = None
                 param.data = param.data.to(target)
@@ -118,10 +123,9 @@ class MasterWeights:
         """Follow the parameters to their device; with several ranks, take rank 0's values, as DDP takes its weights."""
         if self._settled:
             return
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         for param, stand_in in self._stand_ins.items():
             stand_in.data = stand_in.data.to(param.device)
-            if several:
+            if several_ranks():
                 dist.broadcast(stand_in.data, src=0)
         self._settled = True
 
@@ -157,7 +161,7 @@ class MasterWeights:
         self._settle()
         given = {stand_in: param for param, stand_in in self._stand_ins.items()}
         for optimizer in optimizers:
-            exchange(optimizer, given)
+            replace(optimizer, given)
             for group in optimizer.param_groups:
                 self._allocate([param for param in group["params"] if param in self._stand_ins])
         if release_others:
@@ -169,7 +173,7 @@ class MasterWeights:
 
     def enrol(self, params: Iterable[nn.Parameter]) -> None:
         """Give a value to 16-bit parameters that have none: unfrozen, or given to the optimizer, since the start."""
-        new = [param for param in params if param.dtype in _HALF and param.requires_grad and param not in self]
+        new = [param for param in params if param.dtype in HALF and param.requires_grad and param not in self]
         for param in new:
             self._stand_in(param)
         self._allocate(new)
@@ -183,7 +187,7 @@ class MasterWeights:
         self.adopt_edits()
         params = list(params)
         for param in params:
-            if param.dtype in _HALF and param not in self._stand_ins:  # frozen, as given
+            if param.dtype in HALF and param not in self._stand_ins:  # frozen, as given
                 self._given.widen_(param, [param])
         leaving = [param for param in params if param in self._stand_ins]
         values = {param: self.peek(param).clone() for param in leaving}
@@ -253,7 +257,7 @@ class MasterWeights:
         if param in self._homes:
             bucket, index = self._homes[param]
             return bucket.peek(index)
-        if param not in self._stand_ins or param.dtype not in _HALF:
+        if param not in self._stand_ins or param.dtype not in HALF:
             return param.detach()
         value = self._stand_ins[param].data
         return torch.where(value.to(param.device, param.dtype) == param, value.to(param.device), param.float())
@@ -294,7 +298,7 @@ class MasterWeights:
         for hooks in self._hooks:
             hooks.remove()
         held: Any
-        for held in (self._homes, self._stand_ins, self._borrowers, self._hooks, self._widened):
+        for held in (self._homes, self._stand_ins, self._borrowers, self._hooks):
             held.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,49 +313,7 @@ class MasterWeights:
             if device.type in state:
                 generator.set_state(state[device.type].cpu())
 
-    # Gradients and step
-
-    def accumulate_in_fp32(self, params: Iterable[nn.Parameter]) -> None:
-        """Widen gradients that the next backward will add to, so that the sum over micro-batches is an fp32 sum.
-
-        Must not be used while a DDP reducer still has to see the gradient: its buckets are 16-bit.
-        """
-        for param in params:
-            if param.grad is not None and param.grad.dtype in _HALF:
-                self.give_gradient(param, param.grad.float())
-
-    def give_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Make ``grad``, fp32, the gradient of a 16-bit parameter."""
-        param.grad_dtype = None  # lets a 16-bit parameter carry an fp32 gradient
-        param.grad = grad
-        self._widened.add(param)
-
-    def narrow_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """The reverse, for gradients kept over a step that a DDP reducer is to add to."""
-        for param in params:
-            if param in self._widened and param.grad is not None:
-                grad = param.grad.to(param.dtype)
-                self.release_gradients([param])
-                param.grad = grad
-
-    @torch.no_grad()
-    def unscale_gradients(self, params: Iterable[nn.Parameter], inverse_scale: Tensor | None = None) -> None:
-        """Make every gradient fp32 and multiply it by ``inverse_scale`` (fp32 [], None for 1), in place of ``p.grad``.
-
-        From here to the end of the step the module's own parameters show what the optimizer will see.
-        """
-        params = [param for param in params if param.grad is not None]
-        self.accumulate_in_fp32(params)
-        if inverse_scale is not None:
-            multiply_gradients(params, inverse_scale)
-
-    def release_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Drop the gradients: fp32 ones would cost 4 bytes a parameter until the next backward, and break DDP's."""
-        for param in params:
-            param.grad = None
-            if self._widened and param in self._widened:
-                param.grad_dtype = param.dtype
-                self._widened.discard(param)
+    # The step
 
     def takes_flag(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` can be told on the device to do nothing, and leaves no trace then."""

@@ -22,8 +22,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from lightning_mixprec.eligible import Entry, choose, show
+from lightning_mixprec.opaque import is_script
 from lightning_mixprec.plan import Kind, LayerPlan, PrecisionPlan
 from lightning_mixprec.practice import is_embedding, is_output
+from lightning_mixprec.widening import HALF
 
 Float8Recipe: TypeAlias = Literal["tensorwise", "rowwise"]
 
@@ -174,7 +176,7 @@ class PrecisionPolicy:
                 origins[name] = name
             else:
                 origins[name] = origins[name.rpartition(".")[0]]
-                script = isinstance(module, torch.jit.ScriptModule)  # stays as it is, also below an fp32 container
+                script = is_script(module)  # stays as it is, also below an fp32 container
                 decision = above if above[0] == "fp32" and not script else ("compute", "compute")
             decided[name] = decision
 
@@ -217,8 +219,8 @@ class PrecisionPolicy:
                 wide.setdefault(id(parameter), f"shared with {owner!r}")
         for full, parameter in model.named_parameters(remove_duplicate=False):
             double = parameter.dtype == torch.float64 or parameter.is_complex()
-            half = parameter.dtype in (torch.float16, torch.bfloat16)
-            script = isinstance(modules[full.rpartition(".")[0]], torch.jit.ScriptModule)
+            half = parameter.dtype in HALF
+            script = is_script(modules[full.rpartition(".")[0]])
             if script:
                 parameters[full] = parameter.dtype  # its graph knows no other
                 if half and parameter.requires_grad:
@@ -273,7 +275,7 @@ class PrecisionPolicy:
         entry = self._match(self.fp32, name, module, matched)
         if entry is not None:
             return "fp32", f"fp32 entry {show(entry)}"
-        if isinstance(module, torch.jit.ScriptModule):
+        if is_script(module):
             return None
         if self.fp32_defaults and is_embedding(name, module):
             return "fp32", "default: embedding"

@@ -17,16 +17,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -36,13 +32,11 @@ from lightning_mixprec.calls import explain, outside
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.edits import fp32_weights
 from lightning_mixprec.fallback import LayerFallback
-from lightning_mixprec.float8_advice import Float8Advice, announce_float8, refuse_device, require_float8
-from lightning_mixprec.guests import BuildingModule, TrainingModule, rebuild_wrapper
+from lightning_mixprec.fit import Fit
+from lightning_mixprec.float8_advice import announce_float8, refuse_device, require_float8
+from lightning_mixprec.guests import BuildingModule, rebuild_wrapper
 from lightning_mixprec.layers import compute_context, restore_, swap_
-from lightning_mixprec.ledger import GradientLedger
-from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.questions import (
@@ -53,14 +47,11 @@ from lightning_mixprec.questions import (
     refuse_optimizers,
     refuse_sharding,
     refuse_strategy,
-    warn_of_gradient_hooks,
-    warn_of_shadows,
 )
-from lightning_mixprec.reduction import GradientReduction, ReduceDtype, mean_over_ranks, synchronise_first_backward
+from lightning_mixprec.reduction import GradientReduction, ReduceDtype
 from lightning_mixprec.scaler import DynamicLossScaler
-from lightning_mixprec.schedules import RealFrequencies
 from lightning_mixprec.sharding import is_sharded
-from lightning_mixprec.steps import Outcome, Steps
+from lightning_mixprec.steps import Outcome
 from lightning_mixprec.storage import Masters
 
 log = logging.getLogger(__name__)
@@ -104,10 +95,6 @@ class MasterWeightPrecision(Precision):
         count_skipped_steps: Count a skipped step in ``global_step`` and let per-step schedules advance over it, as
             stock Lightning does. By default both count updates that happened, so ``max_steps=N`` means N of them, and
             a schedule's ``frequency`` of f, every f of them.
-
-    Attributes:
-        fp8_tokens: Tokens that enter fp8 layers in a step, of all ranks and accumulated batches together, known after
-            the first batch; None without fp8.
 
     Raises:
         ValueError: If an argument has a value that is not among the choices.
@@ -155,24 +142,16 @@ class MasterWeightPrecision(Precision):
         self.reduce_dtype = reduce_dtype
         self.count_skipped_steps = count_skipped_steps
         self.precision = _LIGHTNING_NAMES[self.policy.compute]
-        self.fp8_tokens: int | None = None
         self._module: LightningModule | None = None
         self._device = torch.device("cpu")
-        self._ledger: GradientLedger | None = None
-        self._steps: Steps | None = None
-        self._outcome = Outcome()
-        self._manual: ManualGuards | None = None  # in manual optimization
-        self._frequencies: RealFrequencies | None = None  # of schedules
-        self._newcomers: Newcomers | None = None  # under DDP
-        self._answers: Answers | None = None
-        self._partial: dict[str, Tensor] = {}  # gradients of an unfinished accumulation window, from a checkpoint
-        self._left_over: dict[str, Tensor] = {}  # the same, of a fit that was interrupted
-        self._rests_left: dict[str, Any] = {}  # of the last fit
         self._conversion: Conversion | None = None
-        self._reduction: GradientReduction | None = None  # under DDP
-        self._fp32_layers: list[str] = []  # of the last fit
-        self._rounding: dict[str, Any] = {}
-        self._fp8_advice: Float8Advice | None = None  # while it is still to be given
+        self._answers: Answers | None = None
+        self._fit: Fit | None = None
+        # What outlives a fit.
+        self._outcome = Outcome()
+        self._fp32_layers: list[str] = []
+        self._fp8_tokens: int | None = None
+        self._left: dict[str, Any] = {}  # for a checkpoint that is saved afterwards
 
     # Public state, exact after every training batch
 
@@ -222,6 +201,12 @@ class MasterWeightPrecision(Precision):
         return self.policy.uses_fp8 and self.policy.emulate
 
     @property
+    def fp8_tokens(self) -> int | None:
+        """Tokens that enter fp8 layers in a step, of all ranks and accumulated batches; None until they are counted."""
+        counted = self._fit.fp8_tokens if self._fit is not None else None
+        return self._fp8_tokens if counted is None else counted
+
+    @property
     def master_weights(self) -> MasterWeights | None:
         """The fp32 masters; None before and after fit, and where everything is fp32."""
         return self._conversion.masters if self._module is not None and self._conversion is not None else None
@@ -245,9 +230,8 @@ class MasterWeightPrecision(Precision):
         refuse_sharding(trainer.strategy, module, self.masters, self.reduce_dtype)
         refuse_comm_hook(trainer.strategy, self.reduce_dtype, self.policy.compute)
         fitting = trainer.state.fn == "fit"
-        self._partial = {}
         if fitting:
-            self._left_over, self._rests_left = {}, {}
+            self._left, self._fp8_tokens = {}, None
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
             self._fp32_layers = []
@@ -287,7 +271,6 @@ class MasterWeightPrecision(Precision):
         self.scaler.to(self._device)
         module = self._module
         assert module is not None
-        ddp = isinstance(module.trainer.strategy, DDPStrategy)
         if self.master_weights is not None:
             count = len(self.master_weights)
             self.master_weights.allocate(optimizers, release_others=bool(optimizers))
@@ -297,74 +280,42 @@ class MasterWeightPrecision(Precision):
         assert self._conversion is not None
         self._conversion.open_()
         self._answers = Answers(module, self._conversion, self.scaler, self._device, self.compute_dtype, self.fallback)
-        self._reduction = None
+        reduction = None
         if self.master_weights is not None and reduces_gradients(model, module.trainer.strategy):
-            self._reduction = GradientReduction(self.master_weights, self.reduce_dtype)
-            self._reduction.follow(model)
-            self._answers.reduction = self._reduction
-        if not optimizers:
-            return model, optimizers, lr_schedulers
-        self._ledger = GradientLedger(
-            optimizers,
-            self.scaler,
-            self.master_weights,
-            self._device,
-            accumulate_in_fp32=not ddp,
-            reduction=self._reduction,
-            refuse_bare_steps=is_sharded(module) or not self.scaler.is_identity,
-            keep_gradients=not module.automatic_optimization or is_overridden("optimizer_zero_grad", module),
-        )
-        self._steps = Steps(
-            module, self._ledger, self.scaler, self._answers, self._outcome, counts_skips=self.count_skipped_steps
-        )
-        self._fp8_advice = Float8Advice(module) if self.policy.uses_fp8 else None
-        # Only now: Lightning looks for overridden hooks while it sets up schedulers.
-        restore_(module, below=False)
-        swap_(module, TrainingModule, self._device.type, self.compute_dtype, wraps_forward=False)
-        if not self.scaler.is_identity:
-            warn_of_gradient_hooks(module)
-        if ddp:
-            self._newcomers = Newcomers(module, self.master_weights, self._reduction)
-        if module.automatic_optimization:
-            self._frequencies = RealFrequencies(lr_schedulers, lambda: self._outcome.advances)
-        else:
-            schedulers = [config.scheduler for config in lr_schedulers]
-            refuse = ddp or not self.scaler.is_identity
-            self._manual = ManualGuards(self, model, optimizers, schedulers, refuse_plain_backward=refuse)
+            reduction = self._answers.reduction = GradientReduction(self.master_weights, self.reduce_dtype)
+            reduction.follow(model)
+        if optimizers and module.trainer.state.fn == "fit":
+            self._fit = Fit(
+                module,
+                model,
+                optimizers,
+                lr_schedulers,
+                scaler=self.scaler,
+                masters=self.master_weights,
+                answers=self._answers,
+                reduction=reduction,
+                outcome=self._outcome,
+                compute_dtype=self.compute_dtype,
+                counts_fp8=self.policy.uses_fp8,
+                counts_skips=self.count_skipped_steps,
+            )
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.master_weights is not None:
             explain(sys.exception())
-        if self._module is not None and self._ledger is not None:
-            self._ledger.end_batch()  # of steps made after the last `training_step`
-            self._ledger.close()
-            trainer: Any = self._module.trainer
-            if trainer.state.fn == "fit":  # for a checkpoint that is saved afterwards
-                # Manual loops leave gradients behind that no window will ever use.
-                unfinished = self._manual is None or trainer.state.status == TrainerStatus.INTERRUPTED
-                self._left_over = self._partial_gradients(self._ledger, self._module) if unfinished else {}
-                self._rounding = {} if self.master_weights is None else self.master_weights.state_dict()
-                self._rests_left = self._rests()
-        if self._steps is not None:
-            self._steps.after_backward()
-        module, self._module = self._module, None
-        if self._steps is not None and module is not None:
-            self._steps.close()
-        if self._frequencies is not None:
-            self._frequencies.remove()
-        self._ledger = self._steps = self._reduction = self._fp8_advice = self._frequencies = self._newcomers = None
+        if self._fit is not None:
+            self._fp8_tokens = self.fp8_tokens
+            self._left = self._fit.close()
+            self._fit = None
         if self._answers is not None:
             self._answers.diagnosis.stop()
             self._answers = None
-        if self._manual is not None:
-            self._manual.remove()
-            self._manual = None
-        if module is None or self._conversion is None:
-            return
-        self._fp32_layers = self._conversion.fp32_layers
-        self._conversion.restore_()
+        module, self._module = self._module, None
+        if module is not None and self._conversion is not None:
+            self._fp32_layers = self._conversion.fp32_layers
+            self._conversion.restore_()
 
     # Forward
 
@@ -426,41 +377,13 @@ class MasterWeightPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """The batch as it is: layers cast what enters them, and a timestep of 999 stays 999."""
-        if self._steps is not None:
-            self._steps.batch = data
+        if self._fit is not None:
+            self._fit.note_batch(data)
         return data
 
-    @contextmanager
-    def train_step_context(self) -> Iterator[None]:
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Autocast around `training_step`; the beginning of a batch, and in manual optimization its end."""
-        module, steps, ledger = self._module, self._steps, self._ledger
-        if module is None or steps is None or ledger is None:
-            with self.forward_context():
-                yield
-            return
-        self._end_batch(module)  # of steps made outside of `training_step`
-        if len(ledger.optimizers) != len(module.trainer.optimizers) or any(
-            one is not other for one, other in zip(ledger.optimizers, module.trainer.optimizers, strict=True)
-        ):
-            ledger.follow(module.trainer.optimizers)  # made anew
-            if self._frequencies is not None:
-                self._frequencies.follow(module.trainer.lr_scheduler_configs)
-        steps.begin_batch()
-        if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
-            warn_of_shadows(module, module.trainer.callbacks)  # type: ignore[attr-defined]
-        synchronise_first_backward(cast(nn.Module, module.trainer.strategy.model))
-        if self._partial:
-            ledger.put_true_gradients(module.named_parameters(), self._partial)
-            self._partial = {}
-        if self._manual is not None:
-            self._manual.begin_batch()
-        counted = self._fp8_advice or nullcontext()
-        with self.forward_context(), steps.training_step(uncompiled=self._fp8_advice is not None), counted:
-            yield
-        if not module.automatic_optimization:
-            if self._manual is not None:
-                self._manual.end_batch(ledger.batches)
-            self._end_batch(module)
+        return self.forward_context() if self._fit is None else self._fit.training_step()
 
     def scaled_grad(self, loss: Tensor, inputs: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
         """Gradients of ``loss`` as ``torch.autograd.grad`` has them, made with the loss scale and divided by it: fp32.
@@ -486,59 +409,30 @@ class MasterWeightPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss; let gradients that this backward adds to be fp32."""
-        assert self._ledger is not None
-        assert self._steps is not None
-        self._steps.note_loss(tensor)
-        for optimizer in self._ledger.before_backward():
-            self._steps.skipped_by_user(optimizer)
-        if self._manual is not None:
-            self._manual.before_backward(self._ledger.batches, module.trainer.strategy.model)
+        assert self._fit is not None
+        self._fit.before_backward(tensor)
         with self._no_autocast():
             return super().pre_backward(self.scaler.scale_loss(tensor), module)
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Backward, never under autocast."""
-        own = not self.scaler.is_identity and tensor.requires_grad and is_overridden("backward", model)
-        passed: list[Tensor] = []
-        handle = tensor.register_hook(passed.append) if own else None
-        if self._manual is not None:
-            self._manual.in_backward = True
-        try:
-            with self._no_autocast():
-                super().backward(tensor, model, optimizer, *args, **kwargs)
-        finally:
-            if self._manual is not None:
-                self._manual.in_backward = False
-            if handle is not None:
-                handle.remove()
-        if own and not passed and any(param.grad is not None for param in model.parameters()):
-            raise MisconfigurationException(
-                f"{type(model).__name__}.backward(loss) sent something else backward than the loss it was given, so "
-                "its gradients lack the loss scale that the step divides by. Send what it is given, or use "
-                "MasterWeightPrecision('bf16'), which scales nothing."
-            )
+        assert self._fit is not None
+        with self._fit.backward(tensor), self._no_autocast():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
-        assert self._ledger is not None
-        strategy = module.trainer.strategy
-        if isinstance(strategy, DDPStrategy):  # reduces here after a static graph's first manual backward
-            strategy.post_backward(tensor)
-        self._ledger.after_backward()
-        if self._steps is not None and module.automatic_optimization:
-            self._steps.after_backward()
+        assert self._fit is not None
+        self._fit.after_backward(tensor)
         with self._no_autocast():
             unscaled = super().post_backward(tensor, module)
-            if self._manual is not None and not self.scaler.is_identity:
-                # What the user clips or edits from here on are true gradients; the hook above sees them as they came.
-                for optimizer in self._ledger.optimizers:
-                    self._ledger.unscale(optimizer)
+            self._fit.after_backward_hooks()
         return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip true gradients. Lightning comes here in every step, with 0 where nothing is to be clipped."""
-        if self._ledger is not None and clip_val > 0:
-            self._ledger.unscale(getattr(optimizer, "_optimizer", optimizer))
+        if self._fit is not None and clip_val > 0:
+            self._fit.unscale(getattr(optimizer, "_optimizer", optimizer))
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -561,25 +455,12 @@ class MasterWeightPrecision(Precision):
             self.scaler.update(torch.zeros((), device=self._device))
             return output
         result = closure()
-        if self._newcomers is not None:
-            self._newcomers.refuse(optimizer)
+        assert self._fit is not None
         with self._no_autocast():
-            assert self._steps is not None
-            output = self._steps.step_or_skip(optimizer, result, lambda: self._after_closure(model, optimizer), kwargs)
+            output = self._fit.step(optimizer, result, lambda: self._after_closure(model, optimizer), kwargs)
         if model.automatic_optimization:
-            self._end_batch(model)
+            self._fit.end_batch()
         return output
-
-    def _admit_newcomers(self) -> None:
-        if self._newcomers is not None:
-            self._newcomers.admit()
-
-    def _end_batch(self, model: LightningModule) -> None:
-        assert self._steps is not None
-        if self._fp8_advice is not None and self._fp8_advice.due:
-            self.fp8_tokens = self._fp8_advice.give(model.trainer)
-            self._fp8_advice = None
-        self._steps.end_batch()
 
     def _no_autocast(self) -> AbstractContextManager[None]:
         return outside(self._device.type)
@@ -594,57 +475,15 @@ class MasterWeightPrecision(Precision):
         :class:`~lightning_mixprec.schedules.RealFrequency`) and ``skips_by_optimizer``, in a row, of several.
         """
         state: dict[str, Any] = dict(self.scaler.state_dict())
-        rounding = self.master_weights.state_dict() if self.master_weights is not None else self._rounding
-        if rounding:
-            state["rounding"] = rounding
         if self.fp32_layers:
             state["fp32_layers"] = list(self.fp32_layers)
-        state |= self._rests() if self._ledger is not None else self._rests_left
-        partial = self._left_over
-        if self._ledger is not None and self._module is not None:
-            partial = self._partial_gradients(self._ledger, self._module)
-        if partial:
-            state["partial_gradients"] = partial
-        return state
-
-    def _partial_gradients(self, ledger: GradientLedger, module: LightningModule) -> dict[str, Tensor]:
-        """True gradients, by name, of the batches of an accumulation window that a resumed run will not run again."""
-        if not ledger.window_open:
-            return {}
-        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress.current
-        if ledger.in_window and batches.ready > batches.processed:  # Lightning will start from this batch
-            if not ledger.window_is_older:
-                return {}
-            log.warning(
-                "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
-                "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
-                module.trainer.fit_loop.epoch_loop.batch_idx,
-            )
-        partial = ledger.true_gradients(module.named_parameters())
-        if isinstance(module.trainer.strategy, DDPStrategy):  # which saves on all ranks, and writes one's
-            partial = mean_over_ranks(partial, module.named_parameters(), self._device)
-        return partial
-
-    def _rests(self) -> dict[str, Any]:
-        """What schedules have to know of skips so far."""
-        pushed_back = self._frequencies.state_dict() if self._frequencies is not None else []
-        ledger = self._ledger
-        skips = [ledger.consecutive_skips[each] for each in ledger.optimizers] if ledger is not None else []
-        state = {"pushed_back_schedules": pushed_back, "skips_by_optimizer": skips if len(skips) > 1 else []}
-        return {name: value for name, value in state.items() if value}
+        return {**state, **(self._left if self._fit is None else self._fit.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
         self.scaler.load_state_dict(state_dict)
-        self._partial = dict(state_dict.get("partial_gradients", {}))
-        if self._ledger is not None:  # patience goes on where it was, and schedules rest that rested
-            count = len(self._ledger.optimizers)
-            skips = state_dict.get("skips_by_optimizer", [self.consecutive_skips] * count)
-            self._ledger.consecutive_skips.update(zip(self._ledger.optimizers, skips, strict=False))
-        if self._frequencies is not None:
-            self._frequencies.load_state_dict(state_dict.get("pushed_back_schedules", []))
-        if self.master_weights is not None:
-            self.master_weights.load_state_dict(state_dict.get("rounding", {}))
+        if self._fit is not None:
+            self._fit.load_state_dict(state_dict)
         if state_dict.get("fp32_layers") and self._answers is not None and self.compute_dtype != torch.float32:
             self._answers.move_to_fp32(state_dict["fp32_layers"])
 

@@ -23,6 +23,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 Way: TypeAlias = Literal["flat", "shaped", "whole"]
 
 
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds another one, which would step on weights behind its back."""
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        if name not in ("state", "param_groups") and any(isinstance(each, Optimizer) for each in values):
+            raise ValueError(
+                f"{type(optimizer).__name__} wraps another optimizer (in {name!r}) and changes weights behind its "
+                "back, which masters cannot follow. Use the inner optimizer; MasterWeightAveraging averages weights."
+            )
+
+
 def classify(optimizer: Optimizer) -> tuple[Way, str]:
     """Find out how ``optimizer`` may be stepped, by stepping copies of it on small tensors.
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -32,10 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_mixprec.given import HALF
+from lightning_mixprec.opaque import is_script
 from lightning_mixprec.overflow import Verdict, Watch, first_nonfinite
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.sharding import is_sharded
+from lightning_mixprec.widening import HALF
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
     """The children that a hook calls as ``pl_module.net(x)``; those of a ModuleList, ``pl_module.nets[0](x)``."""
     for child in module.children():
         child = getattr(child, "_orig_mod", child)  # what torch.compile wraps
-        if isinstance(child, torch.jit.ScriptModule):  # stays as it is, and has no class to exchange
+        if is_script(child):  # stays as it is, and has no class to exchange
             continue
         if type(child).forward is nn.Module.forward:
             yield from called_directly(child)

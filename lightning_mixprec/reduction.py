@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.widening import HALF
 
 ReduceDtype = Literal["compute", "fp32"]
 
@@ -77,12 +78,12 @@ class GradientReduction:
         self._averages.clear()
         self._averaged.clear()
         sparse = {param for param in self._params if param.grad is not None and param.grad.is_sparse}
-        self._masters.narrow_gradients(sparse)  # DDP adds these up by itself, in 16 bits
+        self._masters.gradients.narrow(sparse)  # DDP adds these up by itself, in 16 bits
         dense = [param for param in self._params if param not in sparse]
         for param in dense:
             if param.grad is not None:
                 self._aside[param] = param.grad.float()
-        self._masters.release_gradients(dense)
+        self._masters.gradients.release(dense)
         if self._may_be_unused:  # DDP remembers what an earlier micro-batch has used, and insists on a gradient there
             for param in self._aside:
                 param.grad = torch.zeros_like(param)
@@ -94,14 +95,14 @@ class GradientReduction:
             if param not in self._averaged:  # not synchronised
                 if param.grad is not None:
                     total += param.grad
-                self._masters.give_gradient(param, total)
+                self._masters.gradients.give(param, total)
             elif self._in_fp32 or param.grad is None:
-                self._masters.give_gradient(param, total.float())
+                self._masters.gradients.give(param, total.float())
             else:  # DDP has done so, unless this backward used the parameter on no rank
                 param.grad.copy_(total)
         for param, average in self._averages.items():
             if param.grad is not None:  # or else no rank has used it
-                self._masters.give_gradient(param, average)
+                self._masters.gradients.give(param, average)
         self._aside.clear()
         self._averages.clear()
 
@@ -109,7 +110,7 @@ class GradientReduction:
         """DDP's communication hook: the average over ranks, in the dtype of the bucket."""
         buffer, gradients = bucket.buffer(), bucket.gradients()
         params = cast(list[nn.Parameter], bucket.parameters())
-        half = buffer.dtype in (torch.float16, torch.bfloat16) and not buffer.is_sparse
+        half = buffer.dtype in HALF and not buffer.is_sparse
         held = [param for param in params if param in self._aside]
         if not (half and (self._in_fp32 or held)):
             return _average(buffer, group)

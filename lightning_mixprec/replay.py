@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mixprec.layers import Fp32Layer, compute_context, map_tensors, restore_, swap_
 from lightning_mixprec.opaque import visible_modules
+from lightning_mixprec.widening import widened
 
 _WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 
@@ -73,7 +74,7 @@ class Replayer:
         self._call_hooks = call_hooks
         self.compute = compute
         self._device_type = device_type
-        self._value_of = value_of or _widened
+        self._value_of = value_of or widened
 
     @property
     def devices(self) -> list[int]:
@@ -262,10 +263,6 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _widened(param: nn.Parameter) -> Tensor:
-    return param.float() if param.dtype in (torch.float16, torch.bfloat16) else param
 
 
 @contextmanager

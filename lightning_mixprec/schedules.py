@@ -111,16 +111,18 @@ class RealFrequencies:
             config.frequency = frequency
 
 
-def rest_over_skips(scheduler: Any, plugin: Any) -> Any:
-    """Let ``scheduler.step()``, called in a hook of a batch, do nothing if its optimizer's last step was skipped."""
+def in_a_batch(module: Any) -> bool:
+    """Whether a hook of a training batch runs. At the end of an epoch a schedule advances, whatever was skipped."""
+    return module._current_fx_name in _OF_A_BATCH
+
+
+def rest_over_skips(scheduler: Any, rests: Callable[[Any], bool]) -> Any:
+    """Let ``scheduler.step()`` do nothing where ``rests(optimizer)`` says so."""
     base: Any = type(scheduler)
     reduced = base.__reduce_ex__
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        # At the end of an epoch a schedule advances, whatever became of the last batch.
-        in_batch = plugin._module is not None and plugin._module._current_fx_name in _OF_A_BATCH
-        skips = plugin._ledger.consecutive_skips if in_batch and plugin._ledger is not None else {}
-        if plugin.count_skipped_steps or not skips.get(getattr(self, "optimizer", None)):
+        if not rests(getattr(self, "optimizer", None)):
             base.step(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

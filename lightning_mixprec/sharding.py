@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_mixprec.given import HALF
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
+from lightning_mixprec.widening import HALF
 
 
 def shard_(

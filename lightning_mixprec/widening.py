@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 Cast: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -28,7 +28,7 @@ def widened(tensor: Tensor) -> Tensor:
         >>> widened(torch.ones(1).half()).dtype
         torch.float32
     """
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def widened_unless_parameter(tensor: Tensor) -> Tensor:

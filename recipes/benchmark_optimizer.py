@@ -66,7 +66,7 @@ def with_masters(shapes: Shapes, rung: Masters, make: Callable[[Any], Any], devi
     def step() -> None:
         if not bool(found_nonfinite([p.grad for p in params if p.grad is not None], params[0].device)):
             masters.step(optimizer, optimizer.step)
-        masters.release_gradients(params)
+        masters.gradients.release(params)
 
     return module, masters, optimizer, step
 

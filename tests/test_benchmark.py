@@ -15,7 +15,7 @@ from recipes.benchmark import run
 from recipes.benchmark_modes import Mode
 from recipes.benchmark_report import Measured, recommendation
 from recipes.config import ConfigError
-from recipes.gpu_check import CHECKS, run_checks
+from recipes.device_checks import CHECKS, run_checks
 from recipes.measure import Operations, SavedForBackward
 
 ROOT = Path(__file__).parent.parent
@@ -175,7 +175,7 @@ def test_a_check_that_fails_is_shown_and_does_not_stop_the_others(monkeypatch: p
     def broken(device: str) -> str:
         raise AssertionError("planted")
 
-    monkeypatch.setattr("recipes.gpu_check.CHECKS", {"broken": broken, "fine": lambda device: device})
+    monkeypatch.setattr("recipes.device_checks.CHECKS", {"broken": broken, "fine": lambda device: device})
     console = Console(record=True)
     found = run_checks("cpu", console)
     assert [check["passed"] for check in found.values()] == [False, True]

@@ -16,6 +16,22 @@ from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16-split"]
 
 
+class Constant(TinyModule):
+    """One weight: 1 when its average begins, then `value`."""
+
+    def __init__(self, value, dtype=torch.float32):
+        super().__init__()
+        self.net = nn.Linear(1, 1, bias=False)
+        self.value, self.given_in = value, dtype
+        nn.init.ones_(self.net.weight)
+
+    def on_train_start(self):
+        self.net.load_state_dict({"weight": torch.tensor([[self.value]])})
+
+    def training_step(self, batch, _):
+        return self.net(batch.to(self.given_in)).float().sum() * 0
+
+
 def make_plugin(precision):
     compute, _, masters = precision.partition("-")
     return MasterWeightPrecision(compute, masters=masters or "fp32")
@@ -25,21 +41,9 @@ def make_plugin(precision):
 def test_average_moves_where_a_half_average_would_not(precision):
     """T57: 1000 updates from 1.0 towards weights of 1.1 at decay 0.999 give 1.06323."""
 
-    class Constant(TinyModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(1, 1, bias=False)
-            nn.init.ones_(self.net.weight)
-
-        def on_train_start(self):
-            self.net.load_state_dict({"weight": torch.tensor([[1.1]])})
-
-        def training_step(self, batch, _):
-            return self.net(batch).float().sum() * 0
-
     ema = MasterWeightAveraging(decay=0.999)
     trainer = make_trainer(make_plugin(precision), callbacks=ema)
-    trainer.fit(Constant(), loader([torch.ones(1, 1)] * 1000))
+    trainer.fit(Constant(1.1), loader([torch.ones(1, 1)] * 1000))
     average = ema.averages["net.weight"]
     assert average.dtype == torch.float32
     assert abs(average.item() - 1.06323) < 1e-4
@@ -228,20 +232,10 @@ def test_a_stock_averages_checkpoint_goes_on_from_the_raw_weights(averages, tmp_
 def test_the_average_of_stock_half_weights_is_fp32_and_moves():
     """T57 beside `precision="bf16-true"`."""
 
-    class Constant(TinyModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(1, 1, bias=False)
-            nn.init.ones_(self.net.weight)
-
-        def on_train_start(self):
-            nn.init.constant_(self.net.weight, 1.125)
-
-        def training_step(self, batch, _):
-            return self.net(batch.bfloat16()).float().sum() * 0
-
     ema = MasterWeightAveraging(decay=0.999)
-    make_trainer(HalfPrecision("bf16-true"), callbacks=ema).fit(Constant(), loader([torch.ones(1, 1)] * 200))
+    make_trainer(HalfPrecision("bf16-true"), callbacks=ema).fit(
+        Constant(1.125, torch.bfloat16), loader([torch.ones(1, 1)] * 200)
+    )
     assert ema.averages["net.weight"].dtype == torch.float32
     assert abs(ema.averages["net.weight"].item() - (1.125 - 0.125 * 0.999**200)) < 1e-5
 

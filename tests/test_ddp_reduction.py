@@ -111,7 +111,7 @@ def reduce(wrapper, use, dtype):
                 reduction.bring_back()
         grads = {name: param.grad.clone() for name, param in net.named_parameters() if param.grad is not None}
         windows.append((grads, expected_gradients(net, inputs, uses)))
-        masters.release_gradients(net.parameters())
+        masters.gradients.release(net.parameters())
         net.zero_grad()
     return windows
 

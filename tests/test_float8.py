@@ -459,6 +459,16 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class Checkpointed(Blocks):
+    """Activations of blocks are computed again in backward."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 class Module(L.LightningModule):
     def __init__(self, net=None, *, bad=(), compiled=False):
         super().__init__()
@@ -783,13 +793,6 @@ def test_frozen_layers_that_are_named():
 
 
 def test_gradients_are_checkpointed_as_well():
-    class Checkpointed(Blocks):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
-
     one, two = Module(), Module(Checkpointed())
     two.load_state_dict(one.state_dict())
     for module in (one, two):
@@ -899,13 +902,6 @@ def test_compiled_without_graph_breaks_and_once(recipe):
 def test_compiled_blocks_under_checkpointing():
     """Tokens of the first batch are counted uncompiled, and its backward calls the layers once more."""
     torch._dynamo.reset()
-
-    class Checkpointed(Blocks):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
 
     eager, compiled = Module(Checkpointed()), Module(Checkpointed())
     compiled.load_state_dict(eager.state_dict())

@@ -74,7 +74,7 @@ def train(
     for step in range(steps):
         give_gradients(net, generator, skip="b.weight" if step == skip_at else None)
         masters.step(optimizer, optimizer.step)
-        masters.release_gradients(net.parameters())
+        masters.gradients.release(net.parameters())
         if step in (0, steps - 1):
             seen |= {f"{step}.{name}": value.clone() for name, value in net.state_dict().items()}
     return seen
@@ -725,7 +725,7 @@ def test_bytes_per_parameter_between_steps(shared_table, rung, limit):
     for _ in range(2):
         give_gradients(net, torch.Generator())
         masters.step(optimizer, optimizer.step)
-        masters.release_gradients(net.parameters())
+        masters.gradients.release(net.parameters())
     assert (live_bytes() - start) / count <= limit
 
 
@@ -742,7 +742,7 @@ def test_split24_with_8_bit_adamw_takes_at_most_5_3_bytes(shared_table):
         for _ in range(2):
             give_gradients(net, torch.Generator())
             masters.step(optimizer, optimizer.step)
-            masters.release_gradients(net.parameters())
+            masters.gradients.release(net.parameters())
     assert (live_bytes() - start) / count <= 5.3
 
 

@@ -1,0 +1,124 @@
+"""Other tensors in the places that an optimizer keeps parameters: its groups, and the keys of its state.
+
+Why it exists: optimizers step on whatever stands there, so fp32 stand-ins in place of 16-bit parameters are all that an
+optimizer needs to be lent, and putting the parameters back is all it takes to end the loan.
+
+What it leaves out: what the stand-ins hold, and when (:mod:`lightning_mixprec.borrow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mixprec.bucket_state import narrow_keys, widen
+
+
+class Exchange:
+    """Exchanges parameters of one optimizer for stand-ins, and knows for which.
+
+    Args:
+        optimizer: Which.
+
+    Example:
+        >>> import torch
+        >>> weight, stand_in = nn.Parameter(torch.ones(1).bfloat16()), nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> exchange = Exchange(optimizer)
+        >>> exchange.lend_all({weight: stand_in})
+        >>> optimizer.param_groups[0]["params"][0] is stand_in
+        True
+        >>> exchange.put_back()
+        >>> optimizer.param_groups[0]["params"][0] is weight
+        True
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._lent: dict[nn.Parameter, nn.Parameter] = {}  # stand-in -> parameter
+        self._narrow: set[Any] = set()  # keys of state that the optimizer makes in 16 bits of its own accord
+
+    def lend_state(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let the state of each parameter be that of its stand-in."""
+        state = self._optimizer.state
+        for param, stand_in in stand_ins.items():
+            self._lent[stand_in] = param
+            if param in state:
+                widen([state[param]], self._narrow)
+                state[stand_in] = state.pop(param)
+
+    def lend_all(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Likewise, and let stand-ins be in the groups in place of their parameters."""
+        self.lend_state(stand_ins)
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [stand_ins.get(param, param) for param in group["params"]]
+
+    def put_back(self, stand_ins: Iterable[nn.Parameter] | None = None) -> None:
+        """End it, for ``stand_ins`` or for all."""
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [self._lent.get(param, param) for param in group["params"]]
+        state = self._optimizer.state
+        for stand_in in list(self._lent if stand_ins is None else stand_ins):
+            param = self._lent.pop(stand_in)
+            if stand_in in state:
+                self._narrow.update(narrow_keys(state[stand_in]))  # what it was lent had none but those
+                state[param] = state.pop(stand_in)
+
+
+def replace(optimizer: Optimizer, replacement: Mapping[Any, nn.Parameter]) -> None:
+    """Replace parameters for good, in an optimizer's groups and as keys of its state.
+
+    Example:
+        >>> import torch
+        >>> old, new = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([old], lr=0.1)
+        >>> replace(optimizer, {old: new})
+        >>> optimizer.param_groups[0]["params"][0] is new
+        True
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [replacement.get(param, param) for param in group["params"]]
+    items = list(optimizer.state.items())
+    optimizer.state.clear()
+    optimizer.state.update((replacement.get(key, key), value) for key, value in items)
+
+
+@contextmanager
+def holding(group: dict[str, Any], params: list[nn.Parameter]) -> Iterator[None]:
+    """Let a group hold ``params`` for a while.
+
+    Example:
+        >>> group = {"params": [1, 2]}
+        >>> with holding(group, [3]):
+        ...     print(group)
+        {'params': [3]}
+        >>> group
+        {'params': [1, 2]}
+    """
+    kept = group["params"][:]
+    group["params"][:] = params
+    try:
+        yield
+    finally:
+        group["params"][:] = kept
+
+
+def take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:
+    """Keep a stand-in's memory where it is: some optimizers assign ``p.data = ...`` instead of writing into it.
+
+    Example:
+        >>> import torch
+        >>> view = torch.ones(1)
+        >>> stand_in = nn.Parameter(view)
+        >>> stand_in.data = torch.zeros(1)
+        >>> take_replaced(stand_in, view)
+        >>> view, stand_in.data_ptr() == view.data_ptr()
+        (tensor([0.]), True)
+    """
+    if stand_in.data_ptr() != view.data_ptr():
+        view.copy_(stand_in.data.view_as(view))
+        stand_in.data = view

@@ -1,0 +1,280 @@
+"""One fit: what lives for its length, and how the hooks of a training batch go through it.
+
+Why it exists: gradients, steps, schedules, manual loops and DDP's wrapper each have a keeper of their own, made when
+the optimizers are there and gone with them. Here they are put together in the order that a batch asks for.
+
+What it leaves out: the module, its weights and layers, which are ready before (:mod:`lightning_mixprec.conversion`),
+what outlives the fit (:mod:`lightning_mixprec.precision`), and everything that one of the keepers does by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mixprec.answers import Answers
+from lightning_mixprec.float8_advice import Float8Advice
+from lightning_mixprec.guests import TrainingModule
+from lightning_mixprec.layers import compute_context, restore_, swap_
+from lightning_mixprec.ledger import GradientLedger
+from lightning_mixprec.manual import ManualGuards
+from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.newcomers import Newcomers
+from lightning_mixprec.questions import warn_of_gradient_hooks, warn_of_shadows
+from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
+from lightning_mixprec.scaler import DynamicLossScaler
+from lightning_mixprec.schedules import RealFrequencies, in_a_batch
+from lightning_mixprec.sharding import is_sharded
+from lightning_mixprec.steps import Outcome, Steps
+
+log = logging.getLogger(__name__)
+
+
+class Fit:
+    """Keeps one fit.
+
+    Args:
+        module: What trains.
+        model: It, or DDP's wrapper of it.
+        optimizers: All of them.
+        lr_schedulers: Lightning's configurations of schedules.
+        scaler: The loss scale.
+        masters: The master weights, or None if parameters are their own.
+        answers: To overflows.
+        reduction: How gradients are averaged over ranks, if not as DDP does it.
+        outcome: Of the last batch; written.
+        compute_dtype: Of layers that compute in 16 bits.
+        counts_fp8: Count the tokens of the first batch that enter fp8 layers.
+        counts_skips: Whether counts and schedules go on over a skip.
+
+    Attributes:
+        fp8_tokens: Tokens that enter fp8 layers in a step, once they have been counted.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        lr_schedulers: Sequence[Any],
+        *,
+        scaler: DynamicLossScaler,
+        masters: MasterWeights | None,
+        answers: Answers,
+        reduction: GradientReduction | None,
+        outcome: Outcome,
+        compute_dtype: Any,
+        counts_fp8: bool,
+        counts_skips: bool,
+    ) -> None:
+        trainer: Any = module.trainer
+        self._module, self._trainer, self._scaler, self._masters = module, trainer, scaler, masters
+        self._compute = trainer.strategy.root_device.type, compute_dtype
+        self._ddp = isinstance(trainer.strategy, DDPStrategy)
+        self._counts_skips = counts_skips
+        self._partial: Mapping[str, Tensor] = {}  # gradients of an unfinished window, until the first batch
+        self._own_backward = not scaler.is_identity and is_overridden("backward", module)
+        self.fp8_tokens: int | None = None
+        self._ledger = GradientLedger(
+            optimizers,
+            scaler,
+            masters,
+            trainer.strategy.root_device,
+            accumulate_in_fp32=not self._ddp,
+            reduction=reduction,
+            refuse_bare_steps=is_sharded(module) or not scaler.is_identity,
+            keep_gradients=not module.automatic_optimization or is_overridden("optimizer_zero_grad", module),
+        )
+        self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
+        self._fp8_advice = Float8Advice(module) if counts_fp8 else None
+        # Only now: Lightning looks for overridden hooks while it sets up schedulers.
+        restore_(module, below=False)
+        swap_(module, TrainingModule, *self._compute, wraps_forward=False)
+        if not scaler.is_identity:
+            warn_of_gradient_hooks(module)
+        self._newcomers = Newcomers(module, masters, reduction) if self._ddp else None
+        self._frequencies: RealFrequencies | None = None
+        self._manual: ManualGuards | None = None
+        if module.automatic_optimization:
+            self._frequencies = RealFrequencies(lr_schedulers, lambda: outcome.advances)
+        else:
+            schedulers = [config.scheduler for config in lr_schedulers]
+            refuse = self._ddp or not scaler.is_identity
+            self._manual = ManualGuards(self._rests, model, optimizers, schedulers, refuse_plain_backward=refuse)
+
+    def close(self) -> dict[str, Any]:
+        """End it, and return what a checkpoint that is saved afterwards holds of it."""
+        self._steps.after_backward()
+        self._ledger.end_batch()  # of steps made after the last `training_step`
+        self._ledger.close()
+        # Manual loops leave gradients behind that no window will ever use.
+        finished = self._manual is not None and self._trainer.state.status != TrainerStatus.INTERRUPTED
+        state = self.state_dict(partial=not finished)
+        self._steps.close()
+        if self._frequencies is not None:
+            self._frequencies.remove()
+        if self._manual is not None:
+            self._manual.remove()
+        return state
+
+    # A batch
+
+    def note_batch(self, batch: Any) -> None:
+        """The data of the batch that comes next, for a report."""
+        self._steps.batch = batch
+
+    def admit_newcomers(self) -> None:
+        """Parameters may have been unfrozen since the last batch."""
+        if self._newcomers is not None:
+            self._newcomers.admit()
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Around `training_step`; the beginning of a batch, and in manual optimization its end."""
+        module, ledger = self._module, self._ledger
+        self.end_batch()  # of steps made outside of `training_step`
+        if [*map(id, ledger.optimizers)] != [*map(id, self._trainer.optimizers)]:  # made anew
+            ledger.follow(self._trainer.optimizers)
+            if self._frequencies is not None:
+                self._frequencies.follow(self._trainer.lr_scheduler_configs)
+        self._steps.begin_batch()
+        if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
+            warn_of_shadows(module, self._trainer.callbacks)
+        synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
+        if self._partial:
+            ledger.put_true_gradients(module.named_parameters(), self._partial)
+            self._partial = {}
+        if self._manual is not None:
+            self._manual.begin_batch()
+        counted = self._fp8_advice or nullcontext()
+        uncompiled = self._fp8_advice is not None
+        with compute_context(*self._compute), self._steps.training_step(uncompiled=uncompiled), counted:
+            yield
+        if not module.automatic_optimization:
+            if self._manual is not None:
+                self._manual.end_batch(ledger.batches)
+            self.end_batch()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Let gradients that this backward of ``loss``, not scaled yet, adds to be fp32."""
+        self._steps.note_loss(loss)
+        for optimizer in self._ledger.before_backward():
+            self._steps.skipped_by_user(optimizer)
+        if self._manual is not None:
+            self._manual.before_backward(self._ledger.batches, self._trainer.strategy.model)
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward of ``loss``, scaled.
+
+        Raises:
+            MisconfigurationException: If the module's own `backward` has sent something else.
+        """
+        watched = self._own_backward and loss.requires_grad
+        passed: list[Tensor] = []
+        handle = loss.register_hook(passed.append) if watched else None
+        if self._manual is not None:
+            self._manual.in_backward = True
+        try:
+            yield
+        finally:
+            if self._manual is not None:
+                self._manual.in_backward = False
+            if handle is not None:
+                handle.remove()
+        if watched and not passed and any(param.grad is not None for param in self._module.parameters()):
+            raise MisconfigurationException(
+                f"{type(self._module).__name__}.backward(loss) sent something else backward than the loss it was "
+                "given, so its gradients lack the loss scale that the step divides by. Send what it is given, or use "
+                "MasterWeightPrecision('bf16'), which scales nothing."
+            )
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
+        if self._ddp:  # reduces here after a static graph's first manual backward
+            self._trainer.strategy.post_backward(loss)
+        self._ledger.after_backward()
+        if self._module.automatic_optimization:
+            self._steps.after_backward()
+
+    def after_backward_hooks(self) -> None:
+        """In manual optimization, what the user clips or edits from here on are true gradients."""
+        if self._manual is not None and not self._scaler.is_identity:
+            for optimizer in self._ledger.optimizers:
+                self._ledger.unscale(optimizer)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Make the gradients of ``optimizer`` true."""
+        self._ledger.unscale(optimizer)
+
+    def step(self, optimizer: Any, result: Any, before_step: Callable[[], None], arguments: dict[str, Any]) -> Any:
+        """Step or skip, see :meth:`lightning_mixprec.steps.Steps.step_or_skip`."""
+        if self._newcomers is not None:
+            self._newcomers.refuse(optimizer)
+        return self._steps.step_or_skip(optimizer, result, before_step, arguments)
+
+    def end_batch(self) -> None:
+        """Account for the batch, if an optimizer was called."""
+        if self._fp8_advice is not None and self._fp8_advice.due:
+            self.fp8_tokens = self._fp8_advice.give(self._trainer)
+            self._fp8_advice = None
+        self._steps.end_batch()
+
+    def _rests(self, optimizer: Any) -> bool:
+        """Whether a schedule of ``optimizer`` that the user steps now has to rest: its last step was skipped."""
+        if self._counts_skips or not in_a_batch(self._module):
+            return False
+        return bool(self._ledger.consecutive_skips.get(optimizer))
+
+    # Checkpoints
+
+    def state_dict(self, *, partial: bool = True) -> dict[str, Any]:
+        """What a resumed fit needs to know; ``partial_gradients`` of an open window only if asked for."""
+        skips = [self._ledger.consecutive_skips[each] for each in self._ledger.optimizers]
+        state = {
+            "rounding": {} if self._masters is None else self._masters.state_dict(),
+            "pushed_back_schedules": self._frequencies.state_dict() if self._frequencies is not None else [],
+            "skips_by_optimizer": skips if len(skips) > 1 else [],
+            "partial_gradients": self._partial_gradients() if partial else {},
+        }
+        return {name: value for name, value in state.items() if value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where patience, schedules, rounding and an accumulation window were."""
+        self._partial = state.get("partial_gradients", {})
+        optimizers = self._ledger.optimizers
+        skips = state.get("skips_by_optimizer", [int(self._scaler.consecutive_skips)] * len(optimizers))
+        self._ledger.consecutive_skips.update(zip(optimizers, skips, strict=False))
+        if self._frequencies is not None:
+            self._frequencies.load_state_dict(state.get("pushed_back_schedules", []))
+        if self._masters is not None:
+            self._masters.load_state_dict(state.get("rounding", {}))
+
+    def _partial_gradients(self) -> dict[str, Tensor]:
+        """True gradients, by name, of the batches of an accumulation window that a resumed run will not run again."""
+        ledger, loop = self._ledger, self._trainer.fit_loop.epoch_loop
+        if not ledger.window_open:
+            return {}
+        batches = loop.batch_progress.current
+        if ledger.in_window and batches.ready > batches.processed:  # Lightning will start from this batch
+            if not ledger.window_is_older:
+                return {}
+            log.warning(
+                "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
+                "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
+                loop.batch_idx,
+            )
+        partial = ledger.true_gradients(self._module.named_parameters())
+        if self._ddp:  # which saves on all ranks, and writes one's
+            partial = mean_over_ranks(partial, self._module.named_parameters(), self._trainer.strategy.root_device)
+        return partial
