@@ -37,6 +37,7 @@ class ProgressLine(TQDMProgressBar):
             raise ValueError(f"seconds={seconds} must not be negative.")
         self.seconds = seconds
         self._last = -float("inf")  # when the last line was written
+        self._epoch = 0  # of the last batch: at the end of training, Lightning counts the next one
 
     @property
     def is_enabled(self) -> bool:
@@ -48,6 +49,7 @@ class ProgressLine(TQDMProgressBar):
     ) -> None:
         """Update the bar, or write a line if it is time to."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._epoch = trainer.current_epoch
         if sys.stdout.isatty() or not self._enabled or not trainer._logger_connector.should_update_logs:
             return
         if time.monotonic() - self._last >= self.seconds and not trainer.should_stop:
@@ -62,7 +64,7 @@ class ProgressLine(TQDMProgressBar):
     def _write(self, trainer: L.Trainer) -> None:
         self._last = time.monotonic()
         steps = f"/{trainer.max_steps}" if trainer.max_steps != -1 else ""
-        shown = [f"epoch {trainer.current_epoch}", f"step {trainer.global_step}{steps}"]
+        shown = [f"epoch {self._epoch}", f"step {trainer.global_step}{steps}"]
         shown += [f"{name} {short(float(value))}" for name, value in trainer.progress_bar_metrics.items()]
         print("  ".join(shown), flush=True)
 

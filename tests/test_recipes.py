@@ -659,7 +659,7 @@ def test_screen_leaves_out_what_nobody_can_act_on(
         assert text not in shown
     assert "UNet with 41,961 trained parameters" in shown
     assert f"tensorboard --logdir '{tmp_path}/a b'\n" in shown
-    (line,) = re.findall(r"^epoch .*step 37/37 .*val/loss (\S+)", shown, re.MULTILINE)  # of the last validation
+    (line,) = re.findall(r"^epoch 3  step 37/37 .*val/loss (\S+)", shown, re.MULTILINE)  # of the last validation
     assert float(line) == pytest.approx(float(re.findall(r"validation loss +(\S+)", shown)[0]), abs=1e-3)
     assert warnings.filters == filters
     saved = yaml.safe_load((tmp_path / "a b" / "hparams.yaml").read_text())
