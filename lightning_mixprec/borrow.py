@@ -62,6 +62,7 @@ class Borrower:
         self._states: dict[Bucket, BucketState] = {}
         self._layouts = Layouts(homes)
         self._exchange = Exchange(optimizer)
+        self._fused = FusedAdam(optimizer, homes.gradients.unscale)
         refuse_wrapper(optimizer)
         widen(optimizer.state.values())  # made from 16-bit parameters, by an optimizer that was made in mid-fit
         self._known: tuple[int, str] = (-1, "")  # for how many groups a way was looked for, and which was found
@@ -129,8 +130,10 @@ class Borrower:
             return False
         if self._step_hooks("pre") or self._step_hooks("post"):
             return False
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return all(self.optimizer.state.get(param) for param in params if param.grad is not None)
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        if len(state) >= sum(param.requires_grad for group in groups for param in group["params"]):
+            return True  # without looking at each
+        return all(state.get(param) for group in groups for param in group["params"] if param.grad is not None)
 
     @torch.no_grad()
     def step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None = None) -> Any:
@@ -215,7 +218,8 @@ class Borrower:
         skip: Tensor | None,
     ) -> Any:
         scratch = Scratch()
-        fused = FusedAdam(self.optimizer, self._homes.gradients.unscale, skip)
+        fused = self._fused
+        fused.skip = skip
         self._halfway = True
         try:
             for group, layout in zip(groups, layouts, strict=True):

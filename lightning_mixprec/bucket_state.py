@@ -51,7 +51,7 @@ class BucketState:
         bucket = self.bucket
         if len(params) < len(bucket.params) or not (bucket.seamless or len(params) > _MANY):
             return False
-        return not any(param.grad is not None and param.grad.is_sparse for param in params)
+        return {grad.layout for grad in [param.grad for param in params] if grad is not None} <= {torch.strided}
 
     def gather(self, state: Any) -> dict[str, Any] | None:
         """The parameters' state as one flat state; None if it is not one, by keys, shapes or scalars."""

@@ -31,6 +31,7 @@ _LAYERS = (  # whose parameters are no codebooks
     nn.LayerNorm,
     nn.RMSNorm,
 )
+_LOOK_AGAIN = 16  # batches, after which modules that have come, or have been frozen, are found at the latest
 _SAME_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Key = tuple[nn.Module, str]
@@ -68,6 +69,7 @@ class BufferGuard:
         self._kept: dict[_Key, tuple[Tensor | None, Tensor | None]] = {}  # the tensor, and a copy; or no buffer yet
         self._seen: dict[_Key, _Seen] = {}
         self._changing: set[_Key] = set()  # of what is unlikely to: that which does
+        self._holders: list[nn.Module] = []  # that have something to remember
         self._batches = 0
 
     @torch.no_grad()
@@ -77,9 +79,9 @@ class BufferGuard:
         self._batches += 1
         room = _ROOM
         by_value = self._batches & (self._batches - 1) == 0
-        for module in self._module.modules():
-            if is_script(module):
-                continue
+        if by_value or self._batches % _LOOK_AGAIN == 0:
+            self._holders = _holders(self._module)
+        for module in self._holders:
             has_floats = any(buffer is not None and buffer.is_floating_point() for buffer in module._buffers.values())
             for name, tensor in _unlearned(module):
                 key = (module, name)
@@ -158,6 +160,15 @@ class BufferGuard:
                     tensor.copy_(copy)
                 elif tensor.shape != copy.shape:  # it has grown
                     tensor.data = copy.clone()
+
+
+def _holders(root: nn.Module) -> list[nn.Module]:
+    """Modules that have a buffer or a frozen parameter of their own, without those of TorchScript."""
+    return [
+        module
+        for module in root.modules()
+        if not is_script(module) and (module._buffers or any(not p.requires_grad for p in module.parameters(False)))
+    ]
 
 
 def _unlearned(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:

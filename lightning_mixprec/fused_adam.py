@@ -10,6 +10,8 @@ What it leaves out: every other optimizer, which is called as it is (:mod:`light
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,18 +37,16 @@ class FusedAdam:
     Args:
         optimizer: For which :func:`has_fused_kernel`; its state is used and made as it would do itself.
         unscale: Makes gradients of 16-bit parameters fp32 and multiplies them by a factor, if there is one.
+
+    Attributes:
         skip: fp32 [], on the device: 1 makes every step do nothing, and not count. None for 0.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        unscale: Callable[[Iterable[nn.Parameter], Tensor | None], None],
-        skip: Tensor | None = None,
-    ) -> None:
-        self._state = optimizer.state
+    def __init__(self, optimizer: Optimizer, unscale: Callable[[Iterable[nn.Parameter], Tensor | None], None]) -> None:
+        self.skip: Tensor | None = None
+        self._optimizer = optimizer
         self._unscale = unscale
-        self._skip = skip
+        self._counts: dict[int, _Counts] = defaultdict(_Counts)  # by the group's identity
 
     def step_own(self, group: dict[str, Any], params: Sequence[nn.Parameter], inverse_scale: Tensor | None) -> None:
         """Step fp32 parameters on their own values."""
@@ -70,7 +70,7 @@ class FusedAdam:
         bucket.adopt()
         mark = scratch.mark()
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
-        flat = state.gather(self._state) if state.suits(shown) else None
+        flat = state.gather(self._optimizer.state) if state.suits(shown) else None
         grads = None
         if flat is None:
             state.release()
@@ -78,11 +78,11 @@ class FusedAdam:
             self._kernel(group, shown, [bucket.view(values, bucket.index[param]) for param in shown])
         else:
             grads = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
-            _fused_adam(group, [values], [grads], [flat], self._skip)
+            _fused_adam(group, [values], [grads], [flat], self.skip)
             if state.shown:
                 state.count()
             else:
-                state.scatter(self._state, flat)
+                state.scatter(self._optimizer.state, flat)
         bucket.write(values, grads)  # while it is in the cache
         scratch.reset(mark)
 
@@ -93,9 +93,31 @@ class FusedAdam:
                 "Adam with fused=True takes no sparse gradients. Use torch.optim.SparseAdam for these parameters, or "
                 "make their gradients dense, as nn.Embedding(sparse=False) does."
             )
-        states = [self._state[param] for param in params]
-        widen(states)
-        _fused_adam(group, list(values), grads, states, self._skip)
+        states = [self._optimizer.state[param] for param in params]
+        if not {state["exp_avg"].dtype for state in states if state} <= {torch.float32}:
+            widen(states)
+        _fused_adam(group, list(values), grads, states, self.skip, self._counts[id(group)])
+
+
+class _Counts:
+    """Step counts of several parameters, in one tensor: a step then counts in one operation.
+
+    One for each of fifty small parameters would take a CPU three times as long as the kernel does.
+    """
+
+    def __init__(self) -> None:
+        self._all = torch.zeros(0)
+        self._each: list[Tensor] = []
+
+    def of(self, states: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor]]:
+        """The tensor, fp32 [n], and its elements, which are from now on the ``step`` of each state."""
+        found = [state["step"] for state in states]
+        if len(found) != len(self._each) or not all(map(operator.is_, found, self._each)):
+            self._all = torch.stack(found)
+            self._each = list(self._all)
+            for state, count in zip(states, self._each, strict=True):
+                state["step"] = count
+        return self._all, self._each
 
 
 def _fused_adam(
@@ -104,7 +126,11 @@ def _fused_adam(
     grads: list[Tensor],
     states: list[dict[str, Any]],
     skip: Tensor | None,
+    counts: _Counts | None = None,
 ) -> None:
+    """The kernel, on parameters of one group; ``counts`` are those of the last time."""
+    if not values:
+        return
     for value, state in zip(values, states, strict=True):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
@@ -113,24 +139,40 @@ def _fused_adam(
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(value, requires_grad=False)
     beta1, beta2 = group["betas"]
-    adam(
+    tensors = (
         values,
         grads,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+    )
+    settings = {
+        "amsgrad": group["amsgrad"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+    }
+    decoupled = group["decoupled_weight_decay"]
+    numbers = not any(isinstance(each, Tensor) for each in (beta1, beta2, group["lr"]))
+    if numbers and len({(value.device, value.dtype) for value in values}) == 1:
+        count, each = (states[0]["step"], [states[0]["step"]]) if counts is None else counts.of(states)
+        count.add_(1)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(*tensors, each, **settings, found_inf=skip)
+        if skip is not None:
+            count.sub_(skip)
+        return
+    adam(
+        *tensors,
         [state["step"] for state in states],
         foreach=False,
         fused=True,
         capturable=group["capturable"],
         found_inf=skip,
-        decoupled_weight_decay=group["decoupled_weight_decay"],
+        decoupled_weight_decay=decoupled,
         has_complex=False,
-        amsgrad=group["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
+        **settings,
     )

@@ -49,17 +49,23 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     found = torch.zeros(1, dtype=torch.float32, device=device)
     one = torch.ones(1, dtype=torch.float32, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in map(local, grads):
-        values = grad._values() if grad.is_sparse else grad
-        values = torch.view_as_real(values) if values.is_complex() else values
+    for grad in grads:
+        values = grad if type(grad) is Tensor and grad.layout is torch.strided else _values(grad)
         by_dtype.setdefault(values.dtype, []).append(values)
-    for tensors in by_dtype.values():
+    for dtype, tensors in by_dtype.items():
+        tensors = [torch.view_as_real(each) for each in tensors] if dtype.is_complex else tensors
         if device.type == "cpu":
             tensors = _suspects(tensors)
         if tensors:
             # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
+
+
+def _values(grad: Tensor) -> Tensor:
+    """This rank's elements, those that are stored."""
+    grad = local(grad)
+    return grad._values() if grad.is_sparse else grad
 
 
 def _suspects(tensors: list[Tensor]) -> list[Tensor]:

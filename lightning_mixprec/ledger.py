@@ -199,15 +199,18 @@ class GradientLedger:
                 self._window.add(self.batches)
                 if not self.scaler.is_identity:
                     self._scaled.update(params)
-                self.note(optimizer)
+                self._note(optimizer, params)
 
     def note(self, optimizer: Optimizer) -> None:
         """Note a non-finite gradient of ``optimizer`` as it is now, without reading it back."""
         params = _with_gradients(optimizer)
         if params:
-            found = found_nonfinite([param.grad for param in params if param.grad is not None], self._device)
-            before = self._found.get(optimizer)
-            self._found[optimizer] = found if before is None else torch.maximum(before, found)
+            self._note(optimizer, params)
+
+    def _note(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        found = found_nonfinite([param.grad for param in params if param.grad is not None], self._device)
+        before = self._found.get(optimizer)
+        self._found[optimizer] = found if before is None else torch.maximum(before, found)
 
     # Step
 
@@ -356,7 +359,7 @@ class GradientLedger:
         stepped, skipped = self._stepped, self._skipped
         self._stepped = self._skipped = False
         before = self.scaler.scale
-        self.scaler.update(torch.full((), float(skipped), device=self._device), stepped=stepped)
+        self.scaler.update(skipped, stepped=stepped)
         if self._scaled and not self.scaler.is_static:
             # What accumulates over batches goes on with the new scale.
             multiply_gradients(self._scaled, self.scaler.scale / before)
@@ -400,7 +403,8 @@ class GradientLedger:
             else:
                 for param in params:
                     param.grad = None
-            self._scaled.difference_update(params)
+            if self._scaled:
+                self._scaled.difference_update(params)
         self._found.pop(optimizer, None)
         self._known.pop(optimizer, None)
         self._pending.discard(optimizer)

@@ -452,7 +452,7 @@ class MasterWeightPrecision(Precision):
         if isinstance(optimizer, LBFGS):  # fp32 only: it evaluates the closure itself, as often as it likes
             steppable: Any = optimizer
             output = super().optimizer_step(steppable, model=model, closure=closure, **kwargs)
-            self.scaler.update(torch.zeros((), device=self._device))
+            self.scaler.update(False)
             return output
         result = closure()
         assert self._fit is not None

@@ -173,15 +173,24 @@ class DynamicLossScaler:
         return self.scale.double().reciprocal().float()
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor, stepped: bool | None = None) -> None:
+    def update(self, found_inf: Tensor | bool, stepped: bool | None = None) -> None:
         """Account for one training batch, without reading anything back from the device.
 
         Args:
-            found_inf: Bool or float [], true where any gradient of the batch was inf or NaN. With several ranks it
-                must already be the same on all of them.
+            found_inf: Bool or float [], true where any gradient of the batch was inf or NaN; a plain bool where that
+                is known on the host, which takes fewer operations. With several ranks it must already be the same on
+                all of them.
             stepped: Whether any optimizer stepped in this batch; None means that it did unless ``found_inf``. With
                 several optimizers one can step while another has to skip.
         """
+        if isinstance(found_inf, bool):
+            if self.is_static:
+                stepped = not found_inf if stepped is None else stepped
+                self.real_steps = self.real_steps + int(stepped)
+                self.skipped_steps = self.skipped_steps + int(found_inf)
+                self.consecutive_skips = torch.zeros_like(self.real_steps) if stepped else self.consecutive_skips + 1
+                return
+            found_inf = torch.full_like(self.scale, float(found_inf))
         bad = found_inf.to(torch.bool)
         good = (~bad).to(torch.int64)
         real = good if stepped is None else torch.full_like(good, int(stepped))

@@ -175,6 +175,7 @@ class Bucket:
     def _view_words(self) -> None:
         self._words = self._memory.view(torch.int64).view(-1, self._columns)
         self._weights = _odd_numbers(self._columns, self._memory.device)
+        self._pointers = [self._memory.data_ptr() + start * self._memory.element_size() for start in self.starts]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the second view of the same memory, which torch.save (of a whole module) would refuse."""
@@ -305,9 +306,10 @@ class Bucket:
 
     def _alias(self) -> None:
         """Let every parameter's memory be its part of :attr:`half`, taking over what it holds now."""
-        width, base = self.half.element_size(), self.half.data_ptr()
-        for index, (param, start) in enumerate(zip(self.params, self.starts, strict=True)):
-            if param.data_ptr() != base + start * width or param.dtype != self.dtype:
+        if [param.data_ptr() for param in self.params] == self._pointers:
+            return
+        for index, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
+            if param.data_ptr() != pointer:
                 view, given = self.view(self.half, index), param.data
                 param.data = view
                 if self._ready:  # replaced from outside: what differs from before is taken over exactly

@@ -62,6 +62,8 @@ def call_widened(function: Callable[..., Any], args: Any, kwargs: Any, cast: Cas
         >>> call_widened(lambda skips: skips.pop().dtype, (given,), {}), len(given)
         (torch.float32, 1)
     """
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # mostly
+        return function(*map(cast, args))
     copies: list[tuple[Any, Any]] = []
     args, kwargs = map_tensors((args, kwargs), cast, copies)
     before = [dict(_items(passed)) for _, passed in copies]

@@ -242,3 +242,20 @@ def test_buffers_of_any_kind_are_no_obstacle(training):
         guard.restore_(only_nonfinite=stepped)
     if training:
         assert float(net.b12.abs().sum()) == 0
+
+
+def test_a_norm_that_comes_in_mid_training_is_restored_too():
+    net = nn.Sequential(nn.Linear(1, 1))
+    guard = BufferGuard(net)
+    for _ in range(5):
+        guard.remember()
+    net.append(nn.BatchNorm1d(1))
+    for _ in range(16):  # so long it may take until it is found
+        guard.remember()
+        guard.look()
+    guard.remember()
+    net(torch.tensor([[torch.inf], [1.0]]))
+    assert not net[1].running_mean.isfinite().all()
+    guard.restore_()
+    assert net[1].running_mean == 0
+    assert net[1].num_batches_tracked == 0

@@ -26,6 +26,17 @@ def test_shrinks_on_overflow_and_grows_after_a_run():
     assert [int(scaler.skipped_steps), int(scaler.real_steps), int(scaler.consecutive_skips)] == [2, 5, 0]
 
 
+@pytest.mark.parametrize("scaler", [DynamicLossScaler, DynamicLossScaler.static])
+@pytest.mark.parametrize("stepped", [None, True, False])
+def test_a_batch_counts_the_same_whether_the_host_or_the_device_knows_of_it(scaler, stepped):
+    by_host, by_device = scaler(8.0), scaler(8.0)
+    by_host.growth_interval = by_device.growth_interval = 2
+    for batch in "..x.xx...":
+        by_host.update(batch == "x", stepped)
+        by_device.update(BAD if batch == "x" else GOOD, stepped)
+        assert by_host.state_dict() == by_device.state_dict()
+
+
 def test_factors_are_the_users():
     assert play(DynamicLossScaler(init_scale=64, growth_factor=4, backoff_factor=0.25, growth_interval=1), "x..") == [
         16,
