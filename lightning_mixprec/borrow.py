@@ -73,6 +73,7 @@ class Borrower:
             optimizer.register_state_dict_pre_hook(self._refuse_halfway),
         ]
         self._guard = StepGuard(optimizer, "on 16-bit weights")
+        self._edited: bool | Tensor | None = None  # what the step at hand was told of edits
         self._halfway = False  # in a step, with a part of the weights stepped, or of the parameters exchanged
         # Optimizers with modes (schedule-free) write weights and read state outside a step: also inside a window. The
         # class is exchanged, not the methods of the instance, because Lightning's wrapper calls those of the class.
@@ -136,8 +137,15 @@ class Borrower:
         return all(state.get(param) for group in groups for param in group["params"] if param.grad is not None)
 
     @torch.no_grad()
-    def step(self, call: Callable[[], Any], inverse_scale: Tensor | None, skip: Tensor | None = None) -> Any:
+    def step(
+        self,
+        call: Callable[[], Any],
+        inverse_scale: Tensor | None,
+        skip: Tensor | None = None,
+        edited: bool | Tensor | None = None,
+    ) -> Any:
         """One step; see :meth:`lightning_mixprec.master.MasterWeights.step`."""
+        self._edited = edited
         with self._guard.lifted():
             return self._step(call, inverse_scale, skip)
 
@@ -219,7 +227,7 @@ class Borrower:
     ) -> Any:
         scratch = Scratch()
         fused = self._fused
-        fused.skip = skip
+        fused.skip, fused.edited = skip, self._edited
         self._halfway = True
         try:
             for group, layout in zip(groups, layouts, strict=True):
@@ -252,7 +260,7 @@ class Borrower:
         if not params:
             yield []
             return
-        bucket.adopt()
+        bucket.adopt(self._edited)
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
         state = self._states.setdefault(bucket, BucketState(bucket))
         flat_state = state.take(self.optimizer.state) if self.way == "flat" and state.suits(params) else None
@@ -287,7 +295,7 @@ class Borrower:
         for group in self.optimizer.param_groups:
             for bucket, places in self._layouts.of(group).places.items():
                 if bucket not in values:
-                    bucket.adopt()
+                    bucket.adopt(self._edited)
                     self._states.setdefault(bucket, BucketState(bucket)).release()
                     values[bucket] = bucket.read()
                 for place in places:

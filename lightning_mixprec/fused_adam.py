@@ -40,10 +40,12 @@ class FusedAdam:
 
     Attributes:
         skip: fp32 [], on the device: 1 makes every step do nothing, and not count. None for 0.
+        edited: See :meth:`lightning_mixprec.storage.Bucket.adopt`; if it is on the device, ``skip`` is 1 where it is.
     """
 
     def __init__(self, optimizer: Optimizer, unscale: Callable[[Iterable[nn.Parameter], Tensor | None], None]) -> None:
         self.skip: Tensor | None = None
+        self.edited: bool | Tensor | None = None
         self._optimizer = optimizer
         self._unscale = unscale
         self._counts: dict[int, _Counts] = defaultdict(_Counts)  # by the group's identity
@@ -67,7 +69,7 @@ class FusedAdam:
         shown = [param for param in params if param.grad is not None]
         if not shown:
             return
-        bucket.adopt()
+        bucket.adopt(self.edited)
         mark = scratch.mark()
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
         flat = state.gather(self._optimizer.state) if state.suits(shown) else None
@@ -83,7 +85,8 @@ class FusedAdam:
                 state.count()
             else:
                 state.scatter(self._optimizer.state, flat)
-        bucket.write(values, grads)  # while it is in the cache
+        unread = self.edited if isinstance(self.edited, Tensor) else None
+        bucket.write(values, grads, unless=unread)  # while it is in the cache
         scratch.reset(mark)
 
     def _kernel(self, group: dict[str, Any], params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:

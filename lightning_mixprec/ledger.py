@@ -50,6 +50,7 @@ class GradientLedger:
         consecutive_skips: Steps skipped in a row, by optimizer.
         notice: Set it for something all ranks should hear of; it goes along with what they tell each other anyway.
         noticed: Whether any rank has set it.
+        held_back: Whether the last step that took a flag from :meth:`ask` did nothing because weights had been edited.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
@@ -84,13 +85,14 @@ class GradientLedger:
         self.consecutive_skips: dict[Optimizer, int] = dict.fromkeys(optimizers, 0)
         self.batches = 0
         self.notice: bool | Tensor = False
-        self.noticed = False
+        self.noticed = self.held_back = self._held_back_by_edits = False
         self._masters = masters
         self._device = device
         self._accumulate_in_fp32 = accumulate_in_fp32
         self._reduction = reduction
         self._keep_gradients = keep_gradients
         self._mailbox = Mailbox()
+        self._edited: bool | Tensor | None = None  # whether masters have edits to adopt, until the next step
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
         self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
         self._pending: set[Optimizer] = set()  # gradients made by backward that no step has used or skipped
@@ -239,10 +241,13 @@ class GradientLedger:
         Raises:
             RuntimeError: If other ranks are in another batch, or some have gradients and some have not.
         """
-        known = self._known.pop(optimizer, None)
+        known, self._edited = self._known.pop(optimizer, None), None
         if known is not None and known[1] == _version(optimizer):
             return known[0]
-        return self._answer(optimizer, self._agree(optimizer).tolist())
+        flags, looked = self._agree(optimizer)
+        found, edited = self._answer(optimizer, flags.tolist())
+        self._edited = edited if looked else None
+        return found
 
     def leaves_it_to_the_device(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` can be queued before the host knows whether it is to step, see :meth:`ask`.
@@ -254,42 +259,62 @@ class GradientLedger:
         return self._masters.takes_flag(optimizer)
 
     def ask(self, optimizer: Optimizer) -> Tensor:
-        """What :meth:`overflowed` tells, as fp32 [], 1 if so, for :meth:`step`; does not wait."""
-        flags = self._agree(optimizer)
+        """What :meth:`overflowed` tells, as fp32 [], 1 if so, for :meth:`step`; does not wait.
+
+        It is 1, too, if weights have been edited since the last step: that has to be known on the host before a step.
+        """
+        flags, looked = self._agree(optimizer)
         self._mailbox.send(flags)
-        return flags[self.optimizers.index(optimizer)]
+        skip = flags[self.optimizers.index(optimizer)]
+        self._edited = None
+        if looked:
+            edits = flags[len(self.optimizers) + 1]
+            skip, self._edited = torch.maximum(skip, edits), edits != 0
+        return skip
 
     def answered(self, optimizer: Optimizer) -> bool:
         """What :meth:`overflowed` tells, after :meth:`ask`, and after a step that took its answer.
 
-        Waits for the end of backward, while the device has that step to do.
+        Waits for the end of backward, while the device has that step to do. Afterwards :attr:`held_back` says whether
+        the step did nothing for another reason, and has to be made now.
 
         Raises:
             RuntimeError: As :meth:`overflowed` does.
         """
-        found = self._answer(optimizer, self._mailbox.receive())
-        if not found:
+        found, edited = self._answer(optimizer, self._mailbox.receive())
+        self.held_back = self._held_back_by_edits and edited and not found
+        self._edited = True if self.held_back else None
+        if not (found or self.held_back):
             self._took(optimizer)
         return found
 
-    def _agree(self, optimizer: Optimizer) -> Tensor:
-        """The flags of all optimizers and the notice, the largest of all ranks each; and where the ranks stand."""
+    def _agree(self, optimizer: Optimizer) -> tuple[Tensor, bool]:
+        """The flags of all optimizers, the notice and edits, the largest of all ranks each; and where the ranks stand.
+
+        Returns:
+            Them, and whether edits were looked for.
+        """
         zero = torch.zeros(1, dtype=torch.float32, device=self._device)
         if self._keep_gradients:  # the user may have written to them since backward
             for each in self.optimizers:
                 self.note(each)
-        flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice])
-        return send(flags, self._place(optimizer)) if several_ranks() else flags
+        edited = None if self._masters is None else self._masters.edited()
+        edits = zero if edited is None else edited.float().view(1)
+        flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice, edits])
+        return send(flags, self._place(optimizer)) if several_ranks() else flags, edited is not None
 
-    def _answer(self, optimizer: Optimizer, values: list[float]) -> bool:
-        """Whether ``optimizer`` has to skip, from what :meth:`_agree` gave; remembers what it says of the others."""
+    def _answer(self, optimizer: Optimizer, values: list[float]) -> tuple[bool, bool]:
+        """Whether ``optimizer`` has to skip, and whether there are edits, from what :meth:`_agree` gave.
+
+        Remembers what it says of the others.
+        """
         if several_ranks():
             values = receive(values, self._place(optimizer), type(optimizer).__name__)
-        *values, notice = values
+        *values, notice, edits = values
         found = dict(zip(self.optimizers, values, strict=True))
         self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
-        return bool(found[optimizer])
+        return bool(found[optimizer]), bool(edits)
 
     def _place(self, optimizer: Optimizer) -> Place:
         index = self.optimizers.index(optimizer)
@@ -324,15 +349,18 @@ class GradientLedger:
             skip: From :meth:`ask`: nothing changes if it is 1. What became of it is accounted for by :meth:`answered`,
                 and until then gradients stay.
         """
-        inverse_scale = None
+        masters, inverse_scale = self._masters, None
+        edited, self._edited = self._edited, None
+        self._held_back_by_edits = isinstance(edited, Tensor)
         if not self.scaler.is_identity:
-            in_passing = self._masters is not None and not self._keep_gradients
+            # Not in a step that may do nothing: it unscales some gradients where they are, and would do so again.
+            in_passing = masters is not None and not self._keep_gradients and not isinstance(edited, Tensor)
             if in_passing and all(param in self._scaled for param in _with_gradients(optimizer)):
                 inverse_scale = self.scaler.inverse_scale()  # bucket by bucket
             else:
                 self.unscale(optimizer)
         with self._guards[optimizer].lifted() if optimizer in self._guards else nullcontext():
-            output = call() if self._masters is None else self._masters.step(optimizer, call, inverse_scale, skip)
+            output = call() if masters is None else masters.step(optimizer, call, inverse_scale, skip, edited)
         if skip is None:
             self._took(optimizer)
         return output
@@ -344,7 +372,7 @@ class GradientLedger:
 
     def skip(self, optimizer: Optimizer) -> None:
         """Drop the gradients of ``optimizer`` without a step."""
-        self._skipped = True
+        self._skipped, self._edited = True, None
         self.consecutive_skips[optimizer] += 1
         self._close(optimizer, drop=True)
 

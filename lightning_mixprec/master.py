@@ -32,7 +32,7 @@ from lightning_mixprec.given import Given
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.ranks import several_ranks
 from lightning_mixprec.state_hooks import StateHooks, set_fp32_
-from lightning_mixprec.storage import Bucket, Masters
+from lightning_mixprec.storage import Bucket, Masters, reads_at_once
 from lightning_mixprec.wide_gradients import WideGradients
 from lightning_mixprec.widening import HALF
 
@@ -276,6 +276,12 @@ class MasterWeights:
             bucket.adopt()
 
     @torch.no_grad()
+    def edited(self) -> Tensor | None:
+        """Whether there is anything to adopt, bool [] on the device; None where :meth:`step` looks for itself."""
+        buckets = [bucket for bucket in self.buckets if not reads_at_once(bucket.half.device)]
+        return torch.stack([bucket.edited() for bucket in buckets]).any() if buckets else None
+
+    @torch.no_grad()
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """Store an fp32 value behind ``param`` and round it into it."""
         if param in self._homes:
@@ -325,6 +331,7 @@ class MasterWeights:
         call: Callable[[], Any],
         inverse_scale: Tensor | None = None,
         skip: Tensor | None = None,
+        edited: bool | Tensor | None = None,
     ) -> Any:
         """Step ``optimizer`` on the fp32 values with the gradients that the parameters hold, then round them again.
 
@@ -335,8 +342,10 @@ class MasterWeights:
             call: Calls ``optimizer.step``, once or once for each bucket, and returns its result.
             inverse_scale: What gradients have to be multiplied by first, fp32 []; None if they are final.
             skip: fp32 [], on the device: 1 makes the step do nothing. Only if :meth:`takes_flag`.
+            edited: What :meth:`edited` gave, if anything. Where the host has not read it, ``skip`` must be 1 if it is
+                true, and edits are still there to be adopted after a step that did nothing.
         """
-        return self._borrower(optimizer).step(call, inverse_scale, skip)
+        return self._borrower(optimizer).step(call, inverse_scale, skip, edited)
 
     def _borrower(self, optimizer: Optimizer) -> Borrower:
         if optimizer not in self._borrowers:  # at the start, or rebuilt since

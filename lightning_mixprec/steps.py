@@ -190,10 +190,10 @@ class Steps:
                 ledger.unscale(optimizer)
             before_step()
             output = ledger.step(optimizer, step, skip)
-            if not ledger.answered(optimizer):
-                return output
-            self._skip(optimizer)
-            return result
+            if ledger.answered(optimizer):
+                self._skip(optimizer)
+                return result
+            return ledger.step(optimizer, step) if ledger.held_back else output
         overflowed = ledger.overflowed(optimizer)
         if not overflowed:
             if by_user or clips:

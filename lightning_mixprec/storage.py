@@ -99,6 +99,16 @@ def round_(values: Tensor, half: Tensor, scratch: Tensor | None = None) -> None:
     half.copy_(values)
 
 
+def reads_at_once(device: torch.device) -> bool:
+    """Whether looking at a number there waits for nothing.
+
+    Example:
+        >>> reads_at_once(torch.device("cpu"))
+        True
+    """
+    return device.type == "cpu"
+
+
 class Bucket:
     """Parameters of one dtype and device, end to end in one 16-bit tensor, with their fp32 values behind it.
 
@@ -207,7 +217,14 @@ class Bucket:
         out = torch.empty(self.numel, dtype=torch.float32, device=self.half.device) if out is None else out
         return decode_(self.half, self.rest, EXTRA_BITS[self.masters], out)
 
-    def write(self, values: Tensor, scratch: Tensor | None = None, *, stochastic: bool = True) -> None:
+    def write(
+        self,
+        values: Tensor,
+        scratch: Tensor | None = None,
+        *,
+        stochastic: bool = True,
+        unless: Tensor | None = None,
+    ) -> None:
         """Store all fp32 values and round them into the parameters.
 
         Args:
@@ -215,6 +232,8 @@ class Bucket:
             scratch: fp32 [n], overwritten; saves an allocation.
             stochastic: Round without bias, as the result of a step must be, where the rung cannot hold everything.
                 False rounds to nearest: values that come once, from outside.
+            unless: Bool [], on the device: what :meth:`edited` gave. True leaves the parameters, and what is known of
+                them, as they are; ``values`` must be what :meth:`read` gives then. Not for stochastic rounding.
         """
         if self.master is None:
             generator = self.generator if stochastic else None
@@ -222,8 +241,14 @@ class Bucket:
         else:
             if values is not self.master:
                 self.master.copy_(values)
-            round_(self.master, self.half, scratch)
-        self._fingerprint = self._take_fingerprint()
+            if unless is None:
+                round_(self.master, self.half, scratch)
+            else:
+                rounded = torch.empty_like(self.half)
+                round_(self.master, rounded, scratch)
+                torch.where(unless, self.half, rounded, out=self.half)
+        fingerprint = self._take_fingerprint()
+        self._fingerprint = fingerprint if unless is None else torch.where(unless, self._fingerprint, fingerprint)
         self._writes += 1
 
     def values_of(self, index: int) -> Tensor:
@@ -243,7 +268,7 @@ class Bucket:
             held = param.data if self.master is not None or self.rest is not None else param.data.to(self.dtype)
             return torch.where(kept, self.values_of(index), held.float())
         values = self.values_of(index)
-        if self.half.device.type == "cpu" and torch.equal(self._take_fingerprint(), self._fingerprint):
+        if reads_at_once(self.half.device) and torch.equal(self._take_fingerprint(), self._fingerprint):
             return values
         if self.master is not None:
             rounded = torch.empty_like(self.half)
@@ -254,6 +279,7 @@ class Bucket:
 
     def set_values_of(self, index: int, value: Tensor) -> None:
         """Store fp32 values of one parameter, to nearest, and round them into it."""
+        self._take_over()  # what was written into the others, which is about to be forgotten
         span = self._span(index)
         if self.master is not None:
             self.view(self.master, index).copy_(value)
@@ -265,8 +291,21 @@ class Bucket:
         self._fingerprint = self._take_fingerprint()
         self._writes += 1
 
-    def adopt(self) -> None:
+    def edited(self) -> Tensor:
+        """Whether anything was written into the parameters from outside since the last :meth:`write`: bool [].
+
+        On the device, and what :meth:`adopt` then has to do is a great deal, so it should be read along with whatever
+        else is read there.
+        """
+        self._alias()
+        return self._take_fingerprint() != self._fingerprint
+
+    def adopt(self, edited: bool | Tensor | None = None) -> None:
         """Take over what was written into the parameters from outside since the last :meth:`write`.
+
+        Args:
+            edited: What :meth:`edited` gave, if that is known: False spares the work. So does a tensor, which the host
+                has not read yet: :meth:`write` must be given it. None is to look now.
 
         With fp32 masters, elements whose 16-bit value is still the rounding of the master keep all their bits and the
         others become exactly what was written. The smaller rungs share their upper half with the parameter: what was
@@ -274,9 +313,13 @@ class Bucket:
         except for zeros, which are exact.
         """
         self._alias()
+        if edited is None or edited is True:
+            self._take_over()
+
+    def _take_over(self) -> None:
         fingerprint = self._take_fingerprint()
-        if self.half.device.type == "cpu" and torch.equal(fingerprint, self._fingerprint):
-            return  # elsewhere the comparison would wait for the device
+        if reads_at_once(self.half.device) and torch.equal(fingerprint, self._fingerprint):
+            return
         if self.master is not None:
             rounded = torch.empty_like(self.half)
             round_(self.master, rounded)

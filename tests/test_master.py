@@ -415,6 +415,32 @@ def test_edits_are_adopted_and_untouched_elements_keep_their_bits(rung, edit):
     assert (masters.read(weight) - after).abs().max() < 0.02
 
 
+BESIDE = {
+    "data =": lambda net, masters: setattr(net.b.weight, "data", torch.full(net.b.weight.shape, 0.1)),
+    "write": lambda net, masters: masters.write(net.b.weight, torch.full(net.b.weight.shape, 0.1)),
+    "load_state_dict": lambda net, masters: net.b.load_state_dict({"weight": torch.ones(17, 33)}, strict=False),
+}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("other", BESIDE)
+def test_an_edit_is_not_forgotten_because_another_weight_of_its_bucket_is_written(rung, other):
+    net, masters, optimizer = make(rung, ANY["AdamW_fused"])
+    give_gradients(net, torch.Generator().manual_seed(1))
+    masters.step(optimizer, optimizer.step)
+    assert masters.home(net.b.bias)[0] is masters.home(net.b.weight)[0]
+    written = torch.full(net.b.bias.shape, 0.375)
+    written[0] = 0
+    net.b.bias.data.copy_(written)
+    BESIDE[other](net, masters)
+    masters.adopt_edits()
+    value = masters.read(net.b.bias)
+    assert torch.equal(rounded(value, BF16), written.to(BF16))
+    assert torch.equal(value[0], written[0])
+    if rung in ("fp32", "none"):
+        assert torch.equal(value, written)
+
+
 @pytest.mark.parametrize("shape", [(64, 32), (2**14, 32), (300, 1024)])
 def test_whatever_is_moved_within_a_bucket_is_noticed(shape):
     """The fingerprint of a large bucket adds up words that are far apart: no swap of rows may hide in it."""

@@ -11,7 +11,8 @@ import torch
 from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, reference_train
 from torch import nn
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision
+from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, storage
+from lightning_mixprec import master as master_module
 
 
 def fused(make=torch.optim.AdamW, **options):
@@ -156,3 +157,84 @@ def test_edited_weights_are_kept_over_a_skip():
     make_trainer(MasterWeightPrecision("bf16"), callbacks=edits).fit(module, loader(make_batches(3)))
     assert torch.equal(edits.after, torch.full((8, 8), 0.25))
     assert torch.equal(module.net.proj.weight, torch.full((8, 8), 0.25))
+
+
+class Edits(L.Callback):
+    """Writes into weights after some batches, in ways that no version counter sees."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        net = pl_module.net
+        if batch_idx in self.batches:
+            net.conv_in.weight.data.clamp_(-0.1, 0.1)
+            net.proj.weight.data[0] = 0
+            net.proj.bias.data = torch.linspace(-1, 1, 8)
+            net.norm.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split", "split24", "none"])
+@pytest.mark.parametrize(
+    ("precision", "make", "options"),
+    [
+        ("bf16", fused(), {}),
+        ("bf16", fused(), {"gradient_clip_val": 0.05}),
+        ("bf16", fused(), {"accumulate_grad_batches": 2}),
+        ("bf16", groups, {}),
+        ("bf16", lambda params: torch.optim.AdamW(params, lr=0.01), {"gradient_clip_val": 0.05}),
+        ("bf16", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {}),
+        ("fp16", fused(), {"gradient_clip_val": 0.05}),
+    ],
+    ids=["fused", "clipped", "accumulated", "groups", "foreach", "SGD", "fp16"],
+)
+def test_edits_count_where_the_host_cannot_look_at_once(masters, precision, make, options, monkeypatch):
+    """On a GPU whether there are any is read along with the rest; a CPU does not tell the one from the other."""
+    if precision == "fp16" and masters != "fp32":
+        pytest.skip("fp16 has no other rung")
+    found = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(storage, "reads_at_once", lambda _: False)
+            monkeypatch.setattr(master_module, "reads_at_once", lambda _: False)
+        module, spy = make_module(make, {3, 5}, rest), Spy()
+        plugin = MasterWeightPrecision(precision, masters=masters)
+        make_trainer(plugin, callbacks=[Edits({2, 3, 7}), spy], **options).fit(module, loader(make_batches(10)))
+        found.append((module.net.state_dict(), list(module.trainer.optimizers[0].state.values()), spy.seen))
+    (weights, states, seen), (weights2, states2, seen2) = found
+    assert_same(weights2, weights)
+    assert seen == seen2
+    assert len({len(states), len(states2), len(list(module.parameters()))}) == 1
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(states, states2, strict=True) for key in a)
+
+
+def test_edits_between_two_optimizers_count_where_the_host_cannot_look_at_once(monkeypatch):
+    class Two(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            first.step()
+            self.net.proj.weight.data.clamp_(-0.1, 0.1)
+            second.step()
+            for each in (first, second):
+                each.zero_grad()
+
+        def configure_optimizers(self):
+            params = list(self.parameters())
+            return [torch.optim.AdamW(each, lr=0.01, fused=True) for each in (params[::2], params[1::2])]
+
+    found = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(storage, "reads_at_once", lambda _: False)
+            monkeypatch.setattr(master_module, "reads_at_once", lambda _: False)
+        torch.manual_seed(0)
+        module = Two()
+        make_trainer(MasterWeightPrecision("bf16")).fit(module, loader(make_batches(5)))
+        found.append(module.net.state_dict())
+    assert_same(*found)
