@@ -192,6 +192,41 @@ def check_skip(device: str) -> str:
     return "1 of 9 batches skipped, scale 1024 -> 512"
 
 
+def check_edits(device: str) -> str:
+    """What user code writes into weights reaches the masters, and what it leaves alone keeps all its bits.
+
+    On a GPU the host learns of it only behind an update that then has done nothing, and is made again.
+    """
+
+    class Edited(Task):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.0, fused=True)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (2, 5):
+                self.net.mlp[0].weight.data[batch_idx] = 0.1 * batch_idx
+                self.net.conv_in.weight.data.clamp_(-0.05, 0.05)
+
+    rungs: list[Masters] = ["fp32", "split"]
+    for masters in rungs:
+        module, trainer = fit(device, MasterWeightPrecision("bf16", masters=masters), 8, Edited())
+        torch.manual_seed(0)
+        net = Net()
+        assert trainer.global_step == 8, f"{trainer.global_step} steps of 8"
+        steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+        assert steps == {8.0}, f"the optimizer counted {steps}"
+        linear, before = module.net.mlp[0].weight.detach().cpu(), net.mlp[0].weight.detach()
+        others = [row for row in range(len(linear)) if row not in (2, 5)]
+        assert torch.equal(linear[others], before[others]), f"{masters}: weights beside an edit have changed"
+        for row in (2, 5):
+            assert (linear[row].bfloat16() == torch.tensor(0.1 * row).bfloat16()).all(), f"{masters}: an edit was lost"
+        conv, before = module.net.conv_in.weight.detach().cpu(), net.conv_in.weight.detach()
+        inside = before.bfloat16().abs() < 0.05
+        assert torch.equal(conv[inside], before[inside]), f"{masters}: weights inside the bounds have changed"
+        assert conv.bfloat16().abs().max() <= 0.0501, f"{masters}: an edit was lost"
+    return "two edits of two weights, by each rung that holds all bits"
+
+
 def check_synchronisations(device: str) -> str:
     """Nothing reads the device before an update is queued.
 
@@ -290,6 +325,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "rounding": check_rounding,
     "learning": check_learning,
     "skipped steps": check_skip,
+    "edits": check_edits,
     "synchronisations": check_synchronisations,
     "compile": check_compile,
     "fp8": check_float8,

@@ -166,7 +166,7 @@ def test_modes_know_what_stock_would_do() -> None:
 # The checks that whoever has a GPU runs once: here as far as a CPU can show that they work
 
 
-@pytest.mark.parametrize("name", ["norms", "masters", "rounding", "fp8", "checkpoint"])
+@pytest.mark.parametrize("name", ["norms", "masters", "rounding", "edits", "fp8", "checkpoint"])
 def test_checks_of_the_gpu_script_pass_on_a_cpu(name: str) -> None:
     assert CHECKS[name]("cpu")
 
