@@ -19,10 +19,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
+from lightning_mixprec.edit_watch import EditWatch, lost_edits
 from lightning_mixprec.float8_advice import Float8Advice
 from lightning_mixprec.guests import TrainingModule
 from lightning_mixprec.layers import compute_context, restore_, swap_
@@ -97,6 +99,7 @@ class Fit:
         )
         self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
         self._fp8_advice = Float8Advice(module) if counts_fp8 else None
+        self._edits = EditWatch(masters) if masters is not None else None
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, *self._compute, wraps_forward=False)
@@ -114,6 +117,7 @@ class Fit:
 
     def close(self) -> dict[str, Any]:
         """End it, and return what a checkpoint that is saved afterwards holds of it."""
+        self.close_edits()
         self._steps.after_backward()
         self._ledger.end_batch()  # of steps made after the last `training_step`
         self._ledger.close()
@@ -142,6 +146,9 @@ class Fit:
     def training_step(self) -> Iterator[None]:
         """Around `training_step`; the beginning of a batch, and in manual optimization its end."""
         module, ledger = self._module, self._ledger
+        self.close_edits()
+        if self._edits is not None:
+            self._edits.begin_batch()
         self.end_batch()  # of steps made outside of `training_step`
         if [*map(id, ledger.optimizers)] != [*map(id, self._trainer.optimizers)]:  # made anew
             ledger.follow(self._trainer.optimizers)
@@ -160,13 +167,16 @@ class Fit:
         uncompiled = self._fp8_advice is not None
         with compute_context(*self._compute), self._steps.training_step(uncompiled=uncompiled), counted:
             yield
-        if not module.automatic_optimization:
+        if module.automatic_optimization:
+            self.open_edits()  # `on_before_zero_grad` comes between forward and backward
+        else:
             if self._manual is not None:
                 self._manual.end_batch(ledger.batches)
             self.end_batch()
 
     def before_backward(self, loss: Tensor) -> None:
         """Let gradients that this backward of ``loss``, not scaled yet, adds to be fp32."""
+        self.close_edits()
         self._steps.note_loss(loss)
         for optimizer in self._ledger.before_backward():
             self._steps.skipped_by_user(optimizer)
@@ -206,6 +216,7 @@ class Fit:
         self._ledger.after_backward()
         if self._module.automatic_optimization:
             self._steps.after_backward()
+        self.open_edits()
 
     def after_backward_hooks(self) -> None:
         """In manual optimization, what the user clips or edits from here on are true gradients."""
@@ -221,7 +232,16 @@ class Fit:
         """Step or skip, see :meth:`lightning_mixprec.steps.Steps.step_or_skip`."""
         if self._newcomers is not None:
             self._newcomers.refuse(optimizer)
-        return self._steps.step_or_skip(optimizer, result, before_step, arguments)
+
+        def last() -> None:
+            before_step()
+            self.close_edits()
+
+        output = self._steps.step_or_skip(optimizer, result, last, arguments)
+        if self._edits is not None:
+            self._edits.stepped()
+        self.open_edits()
+        return output
 
     def end_batch(self) -> None:
         """Account for the batch, if an optimizer was called."""
@@ -235,6 +255,22 @@ class Fit:
         if self._counts_skips or not in_a_batch(self._module):
             return False
         return bool(self._ledger.consecutive_skips.get(optimizer))
+
+    # Edits by hand
+
+    def open_edits(self, *, always: bool = False) -> None:
+        """What comes now may be user code that edits weights; ``always`` to be looked at, whatever the batch."""
+        if self._edits is not None:
+            self._edits.open_(always=always)
+
+    def close_edits(self) -> None:
+        """What comes now is none of the user's code that edits weights: forward, backward, a step."""
+        if self._edits is None:
+            return
+        self._edits.close_()
+        if self._edits.lost:
+            rank_zero_warn(lost_edits(self._module, self._edits.lost))
+            self._edits = None
 
     # Checkpoints
 

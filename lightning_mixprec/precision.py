@@ -321,6 +321,8 @@ class MasterWeightPrecision(Precision):
 
     def forward_context(self) -> torch.autocast:
         """Autocast to the compute dtype; around training, validation, test and predict steps."""
+        if self._fit is not None:
+            self._fit.close_edits()
         return compute_context(self._device.type, self.compute_dtype)
 
     @contextmanager

@@ -73,6 +73,7 @@ TORCH_ONLY = {
     },
     "reduction": {"master", "widening"},
     "edits": {"master", "storage", "widening"},
+    "edit_watch": {"master", "storage", "widening"},
     "roll_call": set(),
     "profiles": set(),
     "snapshots": set(),
