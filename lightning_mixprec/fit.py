@@ -85,6 +85,7 @@ class Fit:
         self._ddp = isinstance(trainer.strategy, DDPStrategy)
         self._counts_skips = counts_skips
         self._partial: Mapping[str, Tensor] = {}  # gradients of an unfinished window, until the first batch
+        self._partial_holds_next = False  # those of the first batch too, which then must not count again
         self._own_backward = not scaler.is_identity and is_overridden("backward", module)
         self.fp8_tokens: int | None = None
         self._ledger = GradientLedger(
@@ -158,9 +159,10 @@ class Fit:
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
-        if self._partial:
+        if self._partial and not self._partial_holds_next:
             ledger.put_true_gradients(module.named_parameters(), self._partial)
             self._partial = {}
+        self._partial_holds_next = False  # but this one
         if self._manual is not None:
             self._manual.begin_batch()
         counted = self._fp8_advice or nullcontext()
@@ -214,6 +216,9 @@ class Fit:
         if self._ddp:  # reduces here after a static graph's first manual backward
             self._trainer.strategy.post_backward(loss)
         self._ledger.after_backward()
+        if self._partial:  # of a batch that was saved after its backward and before Lightning had counted it
+            self._ledger.put_true_gradients(self._module.named_parameters(), self._partial, instead=True)
+            self._partial = {}
         if self._module.automatic_optimization:
             self._steps.after_backward()
         self.open_edits()
@@ -281,13 +286,14 @@ class Fit:
             "rounding": {} if self._masters is None else self._masters.state_dict(),
             "pushed_back_schedules": self._frequencies.state_dict() if self._frequencies is not None else [],
             "skips_by_optimizer": skips if len(skips) > 1 else [],
-            "partial_gradients": self._partial_gradients() if partial else {},
+            **(self._partial_gradients() if partial else {}),
         }
         return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where patience, schedules, rounding and an accumulation window were."""
         self._partial = state.get("partial_gradients", {})
+        self._partial_holds_next = state.get("partial_gradients_hold_next_batch", False)
         optimizers = self._ledger.optimizers
         skips = state.get("skips_by_optimizer", [int(self._scaler.consecutive_skips)] * len(optimizers))
         self._ledger.consecutive_skips.update(zip(optimizers, skips, strict=False))
@@ -296,15 +302,17 @@ class Fit:
         if self._masters is not None:
             self._masters.load_state_dict(state.get("rounding", {}))
 
-    def _partial_gradients(self) -> dict[str, Tensor]:
-        """True gradients, by name, of the batches of an accumulation window that a resumed run will not run again."""
+    def _partial_gradients(self) -> dict[str, Any]:
+        """True gradients, by name, of an accumulation window's batches, and whether a resumed run runs one again."""
         ledger, loop = self._ledger, self._trainer.fit_loop.epoch_loop
         if not ledger.window_open:
             return {}
         batches = loop.batch_progress.current
-        if ledger.in_window and batches.ready > batches.processed:  # Lightning will start from this batch
-            if not ledger.window_is_older:
-                return {}
+        again = ledger.in_window and batches.ready > batches.processed  # Lightning will start from this batch
+        if again and not ledger.window_is_older:
+            return {}
+        if again and not self._module.automatic_optimization:  # any of its backwards may have been
+            again = False
             log.warning(
                 "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
                 "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
@@ -313,4 +321,4 @@ class Fit:
         partial = ledger.true_gradients(self._module.named_parameters())
         if self._ddp:  # which saves on all ranks, and writes one's
             partial = mean_over_ranks(partial, self._module.named_parameters(), self._trainer.strategy.root_device)
-        return partial
+        return {"partial_gradients": partial, "partial_gradients_hold_next_batch": again}

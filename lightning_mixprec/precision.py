@@ -473,7 +473,8 @@ class MasterWeightPrecision(Precision):
         """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``.
 
         And, where there are such: the state of stochastic rounding, ``fp32_layers``, ``partial_gradients`` of an open
-        accumulation window, ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
+        accumulation window (``partial_gradients_hold_next_batch`` if Lightning will run the last of its batches again,
+        which is in them), ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
         :class:`~lightning_mixprec.schedules.RealFrequency`) and ``skips_by_optimizer``, in a row, of several.
         """
         state: dict[str, Any] = dict(self.scaler.state_dict())
