@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
 from lightning_mixprec.edit_watch import EditWatch, lost_edits
+from lightning_mixprec.feeding import Feeding
 from lightning_mixprec.float8_advice import Float8Advice
 from lightning_mixprec.guests import TrainingModule
 from lightning_mixprec.layers import compute_context, restore_, swap_
@@ -101,6 +102,7 @@ class Fit:
         self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
         self._fp8_advice = Float8Advice(module) if counts_fp8 else None
         self._edits = EditWatch(masters) if masters is not None else None
+        self._feeding = Feeding(masters) if masters is not None else None
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, *self._compute, wraps_forward=False)
@@ -119,6 +121,8 @@ class Fit:
     def close(self) -> dict[str, Any]:
         """End it, and return what a checkpoint that is saved afterwards holds of it."""
         self.close_edits()
+        if self._feeding is not None:
+            self._feeding.end()
         self._steps.after_backward()
         self._ledger.end_batch()  # of steps made after the last `training_step`
         self._ledger.close()
@@ -156,6 +160,8 @@ class Fit:
             if self._frequencies is not None:
                 self._frequencies.follow(self._trainer.lr_scheduler_configs)
         self._steps.begin_batch()
+        if ledger.batches <= 2 and self._feeding is not None:
+            self._feeding.begin([*module.modules(), *self._trainer.callbacks])
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))

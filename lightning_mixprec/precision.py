@@ -240,7 +240,7 @@ class MasterWeightPrecision(Precision):
         # Before weights are rounded: a layer that moves only when the plugin's own state comes has lost its low bits.
         resumed = trainer._checkpoint_connector._loaded_checkpoint.get(type(self).__qualname__, {})
         self._fp32_layers = list(dict.fromkeys([*self._fp32_layers, *resumed.get("fp32_layers", [])]))
-        refuse_averaging(trainer.callbacks, module)
+        refuse_averaging(trainer.callbacks)
         refuse_device(self.policy, trainer.strategy.root_device)
         self._module = module
         self._device = trainer.strategy.root_device
