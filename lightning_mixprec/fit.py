@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
-from lightning_mixprec.edit_watch import EditWatch, lost_edits
+from lightning_mixprec.edit_watch import EditWatch
 from lightning_mixprec.feeding import Feeding
 from lightning_mixprec.float8_advice import Float8Advice
 from lightning_mixprec.guests import TrainingModule
@@ -279,9 +279,8 @@ class Fit:
         if self._edits is None:
             return
         self._edits.close_()
-        if self._edits.lost:
-            rank_zero_warn(lost_edits(self._module, self._edits.lost))
-            self._edits = None
+        for report in self._edits.reports(self._module):
+            rank_zero_warn(report)
 
     # Checkpoints
 

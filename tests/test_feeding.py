@@ -158,6 +158,40 @@ def test_an_average_by_hand_that_mixes_dtypes_is_an_error_with_the_remedy():
     assert "fp32_weights" in error.value.__notes__[0]
 
 
+AVERAGES = {
+    "in place": (lambda average, param: average.mul_(0.9).add_(param, alpha=0.1), 1),
+    "of data": (lambda average, param: average.data.mul_(0.9).add_(param.data, alpha=0.1), 1),
+    "copied": (lambda average, param: average.copy_(average * 0.9 + param * 0.1), 1),
+    "replaced": (lambda average, param: setattr(average, "data", 0.9 * average.data + 0.1 * param.data), 1),
+    "of a list": (lambda average, param: torch._foreach_add_([average], [param], alpha=0.1), 1),
+    "a copy": (lambda average, param: average.copy_(param), 0),
+    "a distance": (lambda average, param: (average - param).norm(), 0),
+    "decay in the gradient": (lambda average, param: param.grad is None or param.grad.add_(param, alpha=0.1), 0),
+}
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_an_average_of_roundings_by_hand_is_reported(how, recwarn):
+    update, count = AVERAGES[how]
+
+    @torch.no_grad()
+    def updates(module):
+        for average, param in zip(module.ema.parameters(), module.net.parameters(), strict=True):
+            update(average, param)
+
+    class Decays(Net):
+        def on_before_optimizer_step(self, _):
+            if "gradient" in how:
+                updates(self)
+
+    fit(Decays(lambda net: copy.deepcopy(net).requires_grad_(False), update=updates), batches=3)
+    found = [str(each.message) for each in recwarn if "averaged by hand" in str(each.message)]
+    assert len(found) == count
+    for report in found:
+        for words in ("4 parameters ('net.0.weight'", "MasterWeightAveraging", "fp32_weights(pl_module)"):
+            assert words in report
+
+
 def test_nothing_is_said_where_weights_are_fp32(caplog):
     module = fit(Net(AveragedModel), MasterWeightPrecision("fp32"))
     assert "average" not in caplog.text
