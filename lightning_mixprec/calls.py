@@ -22,6 +22,7 @@ from torch import nn
 _OTHERS = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "builtins")
 _COROUTINE = 0x80 | 0x200  # CO_COROUTINE, CO_ASYNC_GENERATOR of `inspect`
 _DTYPES_DIFFER = re.compile("same dtype|should be the same|expected scalar type|expected .* to have dtype", re.I)
+_AVERAGE = re.compile("expected dtype .* for `(end|weight)` but got dtype", re.I)
 _HALF = re.compile("bfloat16|half|float16", re.I)
 
 
@@ -122,7 +123,13 @@ def explain(error: BaseException | None) -> None:
         ...     "inference_context()" in error.__notes__[0]
         True
     """
-    if isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(str(error)) and _HALF.search(str(error)):
+    if isinstance(error, RuntimeError) and _AVERAGE.search(str(error)) and _HALF.search(str(error)):
+        error.add_note(
+            "A weight of 16 bits was averaged into one that is not (lerp_). Use lightning_mixprec."
+            "MasterWeightAveraging, or read the fp32 weights: `with trainer.precision_plugin.fp32_weights(pl_module) "
+            "as weights: average.lerp_(weights[name], 0.001)`."
+        )
+    elif isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(str(error)) and _HALF.search(str(error)):
         error.add_note(
             "16-bit weights have met other activations where no autocast was on. In a hook or callback, compute inside "
             "`with trainer.precision_plugin.inference_context():`. Inside torch.autocast(enabled=False), name the "

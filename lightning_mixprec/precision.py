@@ -240,7 +240,7 @@ class MasterWeightPrecision(Precision):
         # Before weights are rounded: a layer that moves only when the plugin's own state comes has lost its low bits.
         resumed = trainer._checkpoint_connector._loaded_checkpoint.get(type(self).__qualname__, {})
         self._fp32_layers = list(dict.fromkeys([*self._fp32_layers, *resumed.get("fp32_layers", [])]))
-        refuse_averaging(trainer.callbacks, module)
+        refuse_averaging(trainer.callbacks)
         refuse_device(self.policy, trainer.strategy.root_device)
         self._module = module
         self._device = trainer.strategy.root_device
@@ -321,6 +321,8 @@ class MasterWeightPrecision(Precision):
 
     def forward_context(self) -> torch.autocast:
         """Autocast to the compute dtype; around training, validation, test and predict steps."""
+        if self._fit is not None:
+            self._fit.close_edits()
         return compute_context(self._device.type, self.compute_dtype)
 
     @contextmanager
@@ -471,7 +473,8 @@ class MasterWeightPrecision(Precision):
         """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``.
 
         And, where there are such: the state of stochastic rounding, ``fp32_layers``, ``partial_gradients`` of an open
-        accumulation window, ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
+        accumulation window (``partial_gradients_hold_next_batch`` if Lightning will run the last of its batches again,
+        which is in them), ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
         :class:`~lightning_mixprec.schedules.RealFrequency`) and ``skips_by_optimizer``, in a row, of several.
         """
         state: dict[str, Any] = dict(self.scaler.state_dict())
