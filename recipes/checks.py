@@ -22,6 +22,7 @@ from lightning_mixprec import MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.float8_advice import refuse_device
 from recipes.config import ConfigError, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.run_length import limited, run_length
 from recipes.sampler import Sampler
 
 
@@ -84,7 +85,7 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
         )
     batches = data.steps_per_epoch * accumulated
     limit = trainer.limit_train_batches
-    batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
+    batches = limited(batches, limit)
     if batches == 0:
         raise ConfigError(
             f"trainer.limit_train_batches={limit}: that share of an epoch is no batch. Write a number of batches."
@@ -108,9 +109,11 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
             " trainer.num_nodes), or leave validation out: trainer.limit_val_batches=0."
         )
     if trainer.is_global_zero:
+        length = run_length(trainer, data.steps_per_epoch)
         print(
             f"{data.batch_size} images per step = {micro_batch} per batch x {ranks} process(es) x {accumulated} "
-            f"accumulated; {data.steps_per_epoch} steps per epoch"
+            f"accumulated; {length.steps_per_epoch} steps per epoch"
+            + (f", {length.steps} in all" if length.steps is not None else "")
         )
 
 

@@ -31,6 +31,7 @@ from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption
+from recipes.run_length import run_length
 from recipes.run_record import RunRecord
 from recipes.sample_grid import SampleGrid
 from recipes.settings import check_settings
@@ -90,7 +91,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     averaging = [parts["ema"]] if parts["ema"] else []
     logger = {"logger": resume.logger_of(config, checkpoint, ckpt_path, output_dir) or False}
-    once = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    once = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = build(
         config,
         "trainer",
@@ -111,7 +112,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
             parts["optimizer"],
             parts["scheduler"],
             trainer.strategy.root_device,
-            first_step.steps_of(config["trainer"], data.steps_per_epoch),
+            run_length(trainer, data.steps_per_epoch),
         ),
         lambda: checks.check_masters(config, trainer.strategy),
         lambda: checks.check_processes(trainer, config),

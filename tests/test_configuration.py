@@ -18,8 +18,9 @@ from torch import nn
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
 from recipes import audit, benchmark, experiments, memory, train_autoencoder
 from recipes.config import ConfigError, build, build_all, check_targets
-from recipes.first_step import check_optimizer, steps_of
+from recipes.first_step import check_optimizer
 from recipes.hints import mismatch
+from recipes.run_length import RunLength
 from recipes.settings import monitor_problems
 from recipes.signatures import problems_in, signature_of
 
@@ -267,12 +268,12 @@ def test_what_would_train_in_vain_or_end_in_a_traceback_is_refused(
 
 
 SCHEDULES = {
-    "CosineAnnealingLR scheduler.T_max=0": "scheduler.T_max=0: .* at step 1 of 8: integer modulo by zero",
+    "CosineAnnealingLR scheduler.T_max=0": "scheduler.T_max=0 must be a number of optimizer steps",
     "StepLR scheduler.step_size=0": "scheduler.step_size=0: .* at step 1 of 8",
     "OneCycleLR scheduler.max_lr=1 scheduler.total_steps=4": "total_steps=4: .* at step 5 of 8",
     "OneCycleLR scheduler.max_lr=1 scheduler.total_steps=7000 trainer.max_steps=8000": "at step 8000 of 8000",
     "ExponentialLR scheduler.gamma=-1": "at step 1 of 8 it sets the learning rate -0.002",
-    "ReduceLROnPlateau": "waits for a metric.*scheduler=warmup",
+    "ReduceLROnPlateau": "none comes before the end of the run.*scheduler=warmup",
 }
 
 
@@ -300,7 +301,7 @@ def test_a_schedule_as_long_as_the_run_is_taken_and_left_as_it_was() -> None:
             partial(torch.optim.SGD, lr=0.1),
             partial(make, max_lr=0.1, total_steps=steps),
             torch.device("cpu"),
-            steps,
+            RunLength(steps),
         )
     assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -329,13 +330,6 @@ def test_the_other_programs_refuse_the_same(
     monkeypatch.chdir(tmp_path)
     assert cli(monkeypatch, *line.split(), program=program) == 2
     assert expected in capfd.readouterr().err
-
-
-def test_steps_are_counted_as_far_as_they_are_known() -> None:
-    assert steps_of({"max_steps": 5, "max_epochs": 1}, 20) == 5
-    assert steps_of({"max_steps": -1, "max_epochs": 2}, 20) == 40
-    assert steps_of({"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3}, 20) == 1
-    assert steps_of({"max_steps": -1, "max_epochs": -1}, 20) == 1
 
 
 def test_limits_that_are_never_reached_and_metrics_of_other_callbacks_are_taken() -> None:
