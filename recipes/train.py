@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig
 
 from recipes import checks, command_line, dry_run, earlier_runs, first_step, resume, sweep
@@ -125,10 +125,6 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if problems:
         raise ConfigError(*problems)
     plan = checks.policy_plan(parts["precision"], module)
-    if parts["precision"].policy.compute == "fp16" and trainer.strategy.root_device.type == "cpu":
-        small = sum(param.numel() for param in module.parameters()) < 100_000
-        trial = "" if small else " For a trial add model=unet_tiny."
-        rank_zero_warn(f"precision=fp16 on a CPU is right but about 20 times slower.{trial}")
     if dry:
         dry_run.run_one_batch(trainer, module, data, plan, parts["precision"].masters)
         return trainer
