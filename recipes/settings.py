@@ -74,8 +74,8 @@ def check_settings(config: dict[str, Any]) -> None:
         steps = (config.get("scheduler") or {}).get(key, 1)
         if isinstance(steps, int) and steps < 1:
             problems.append(
-                f"scheduler.{key}={steps} must be a number of optimizer steps, at least 1. For none, choose "
-                "scheduler=constant."
+                f"scheduler.{key}={steps} must be a number of optimizer steps, at least 1. Write one, or choose "
+                "scheduler=constant for none."
             )
     problems += monitor_problems(config)
     if problems:
@@ -95,6 +95,12 @@ def run_problems(config: dict[str, Any]) -> list[str]:
         for key, (wrong, right) in WRONG.items()
         if settings.get(key) is not None and wrong(settings[key])
     ]
+    interval = settings.get("val_check_interval")
+    if isinstance(interval, float) and settings.get("check_val_every_n_epoch", 1) is None:
+        found.append(
+            f"trainer.val_check_interval={interval} is a share of an epoch, and trainer.check_val_every_n_epoch=null "
+            "counts batches over epochs. Write trainer.check_val_every_n_epoch=1 as well, or a number of batches."
+        )
     found += seed_problems(config)
     for key, kind in (("enable_checkpointing", Checkpoint), ("enable_progress_bar", ProgressBar)):
         made = [name for name, node in callbacks.items() if node and issubclass(_class_of(node), kind)]

@@ -22,6 +22,8 @@ import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig
@@ -163,7 +165,15 @@ def report(trainer: L.Trainer, output_dir: Path, config: DictConfig) -> None:
     print(f"steps            {trainer.global_step}")
     print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{loss:.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
-    print(f"curves           tensorboard --logdir {shlex.quote(str(output_dir))}")
+    print(f"curves           {curves(trainer, output_dir)}")
+
+
+def curves(trainer: L.Trainer, output_dir: Path) -> str:
+    """Where they are: the command that shows them, the files of other loggers, or that nothing was logged."""
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        return f"tensorboard --logdir {shlex.quote(str(output_dir))}"
+    others = [str(logger.log_dir or logger.name) for logger in trainer.loggers if not isinstance(logger, DummyLogger)]
+    return ", ".join(others) or "not logged"
 
 
 def interrupted(trainer: L.Trainer, output_dir: Path) -> int:
