@@ -39,6 +39,7 @@ from lightning_mixprec.layers import compute_context, restore_, swap_
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
+from lightning_mixprec.processor import slowness
 from lightning_mixprec.questions import (
     called_directly,
     reduces_gradients,
@@ -285,6 +286,8 @@ class MasterWeightPrecision(Precision):
             reduction = self._answers.reduction = GradientReduction(self.master_weights, self.reduce_dtype)
             reduction.follow(model)
         if optimizers and module.trainer.state.fn == "fit":
+            if self._device.type == "cpu" and (slow := slowness(self.compute_dtype)):
+                rank_zero_info(slow)
             self._fit = Fit(
                 module,
                 model,

@@ -9,6 +9,7 @@ TORCH_ONLY = {
     "eligible": set(),
     "plan": set(),
     "practice": set(),
+    "processor": set(),
     "policy": {"eligible", "opaque", "plan", "practice", "widening"},
     "float8": {"eligible", "layers", "policy", "replay"},
     "scaler": set(),
