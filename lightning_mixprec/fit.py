@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
+from lightning_mixprec.autocast import compute_context
 from lightning_mixprec.edit_watch import EditWatch
 from lightning_mixprec.feeding import Feeding
 from lightning_mixprec.float8_advice import Float8Advice
 from lightning_mixprec.guests import TrainingModule
-from lightning_mixprec.layers import compute_context, restore_, swap_
+from lightning_mixprec.layers import restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights

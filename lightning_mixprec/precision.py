@@ -28,14 +28,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.answers import Answers
-from lightning_mixprec.calls import explain, outside
+from lightning_mixprec.autocast import compute_context, outside
+from lightning_mixprec.calls import explain
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.edits import fp32_weights
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.fit import Fit
 from lightning_mixprec.float8_advice import announce_float8, refuse_device, require_float8
 from lightning_mixprec.guests import BuildingModule, rebuild_wrapper
-from lightning_mixprec.layers import compute_context, restore_, swap_
+from lightning_mixprec.layers import restore_, swap_
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPlan
-from lightning_mixprec.layers import compute_context, swap_layers_
+from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.layers import swap_layers_
 from recipes import checks, first_step
 from recipes.config import ConfigError, build, build_all, collected
 from recipes.diffusion import DiffusionModule
