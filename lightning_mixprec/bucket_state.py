@@ -9,7 +9,8 @@ What it leaves out: stepping (:mod:`lightning_mixprec.borrow`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ class BucketState:
         self._flat: dict[str, Any] | None = None  # what the optimizer sees inside a flat step
         self._parts: list[dict[str, Any]] = []  # what it sees outside, one for each parameter
         self._seen: dict[str, Any] = {}  # values of `_flat`, and of each part, as they were put there
-        self._items: list[tuple[Any, ...]] = []
+        self._items: list[Any] = []  # values of all parts, end to end
+        self._tensors: list[Tensor] = []  # of them: all that are elementwise, and scalars of one part for all
+        self._addresses: list[int] = []  # of their memory
         self._scalars: dict[str, Tensor] = {}  # for keys like "step" [parameters, ...], behind the parts' values
         self._versions: list[int] = []  # of those, as of the last step
 
@@ -86,7 +89,12 @@ class BucketState:
             for part, piece in zip(self._parts, pieces, strict=True):
                 part[key] = piece
         self._flat, self._seen = flat, dict(flat)
-        self._items = [tuple(part.values()) for part in self._parts]
+        if moved:
+            self._items = list(_values(self._parts))
+            own = [key for key in flat if key not in self._scalars]
+            self._tensors = [part[key] for part in self._parts for key in own if type(part[key]) is Tensor]
+            self._tensors += [self._parts[0][key] for key in self._scalars]
+            self._addresses = list(map(Tensor.data_ptr, self._tensors))
         state.update(zip(self.bucket.params, self._parts, strict=True))
         self.shown = True
         self.count()
@@ -106,11 +114,16 @@ class BucketState:
         return isinstance(value, Tensor) and key != "step" and value.shape == (self.bucket.numel,)
 
     def _untouched(self, parts: Sequence[Any]) -> bool:
-        same = len(self._parts) == len(parts) and all(
-            part is mine and len(part) == len(items) and all(map(operator.is_, part.values(), items))
-            for part, mine, items in zip(parts, self._parts, self._items, strict=True)
-        )
-        return same and self._versions == [scalars._version for scalars in self._scalars.values()]
+        """Whether nobody has put others in place of dicts, values or, as ``tensor.data = ...`` does, memory."""
+        if len(self._parts) != len(parts) or not all(map(operator.is_, parts, self._parts)):
+            return False
+        if sum(map(len, self._parts)) != len(self._items) or not all(
+            map(operator.is_, _values(self._parts), self._items)
+        ):
+            return False
+        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+            return False
+        return self._versions == [scalars._version for scalars in self._scalars.values()]
 
     def _flatten(self, parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         filled = [part for part in parts if part]
@@ -135,6 +148,10 @@ class BucketState:
             else:
                 return None
         return flat
+
+
+def _values(parts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, parts))
 
 
 def widen(states: Iterable[Any], keep: Container[Any] = ()) -> None:

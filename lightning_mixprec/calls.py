@@ -10,18 +10,17 @@ What it leaves out: what then happens (:mod:`lightning_mixprec.layers`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 # Whose methods are no computation of a network, or know what they compute in.
 _OTHERS = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "builtins")
 _COROUTINE = 0x80 | 0x200  # CO_COROUTINE, CO_ASYNC_GENERATOR of `inspect`
 _DTYPES_DIFFER = re.compile("same dtype|should be the same|expected scalar type|expected .* to have dtype", re.I)
+_AVERAGE = re.compile("expected dtype .* for `(end|weight)` but got dtype", re.I)
 _HALF = re.compile("bfloat16|half|float16", re.I)
 
 
@@ -69,52 +68,11 @@ def is_metric(module: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
 
 
-def is_outside(device_type: str) -> bool:
-    """Whether no autocast is around, neither on nor off: nobody has said what to compute in.
-
-    Example:
-        >>> with torch.autocast("cpu", enabled=False):
-        ...     inside = is_outside("cpu")
-        >>> is_outside("cpu"), inside
-        (True, False)
-    """
-    return not torch.is_autocast_enabled(device_type) and _nesting() == 0
-
-
-def _nesting() -> int:
-    """How many autocast contexts are around, of this thread."""
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
-
-
-_nesting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
-
-
-@contextmanager
-def outside(device_type: str) -> Iterator[None]:
-    """As if no autocast were around: for backward, an optimizer step and hooks inside of `training_step`.
-
-    Example:
-        >>> with torch.autocast("cpu", torch.bfloat16), outside("cpu"):
-        ...     is_outside("cpu")
-        True
-    """
-    enabled, depth = torch.is_autocast_enabled(device_type), _nesting()
-    for _ in range(depth):
-        torch.autocast_decrement_nesting()
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, enabled)
-        for _ in range(depth):
-            torch.autocast_increment_nesting()
-
-
 def explain(error: BaseException | None) -> None:
     """Add to an error about dtypes that differ what to write instead.
 
     Example:
+        >>> import torch
         >>> try:
         ...     torch.ones(1, 1) @ torch.ones(1, 1).half()
         ... except RuntimeError as error:
@@ -122,7 +80,13 @@ def explain(error: BaseException | None) -> None:
         ...     "inference_context()" in error.__notes__[0]
         True
     """
-    if isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(str(error)) and _HALF.search(str(error)):
+    if isinstance(error, RuntimeError) and _AVERAGE.search(str(error)) and _HALF.search(str(error)):
+        error.add_note(
+            "A weight of 16 bits was averaged into one that is not (lerp_). Use lightning_mixprec."
+            "MasterWeightAveraging, or read the fp32 weights: `with trainer.precision_plugin.fp32_weights(pl_module) "
+            "as weights: average.lerp_(weights[name], 0.001)`."
+        )
+    elif isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(str(error)) and _HALF.search(str(error)):
         error.add_note(
             "16-bit weights have met other activations where no autocast was on. In a hook or callback, compute inside "
             "`with trainer.precision_plugin.inference_context():`. Inside torch.autocast(enabled=False), name the "

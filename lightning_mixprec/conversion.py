@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
+from lightning_mixprec.feeding import averaged_names
 from lightning_mixprec.given import Given, widen_buffers_
 from lightning_mixprec.layers import (
     ComputeLayer,
@@ -115,7 +116,9 @@ class Conversion:
         self._settings = _set(_SETTINGS)
         self._widen_buffers()
         if masters is not None:
-            self.masters = MasterWeights(model, self.plan.parameters, masters, given=self._given)
+            averaged = averaged_names(model)
+            dtypes = {name: dtype for name, dtype in self.plan.parameters.items() if name not in averaged}
+            self.masters = MasterWeights(model, dtypes, masters, given=self._given)
 
     def open_(self) -> None:
         """Let every part of the model be called from anywhere; after its optimizers, which may ask for exact types."""

@@ -19,13 +19,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
+from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.edit_watch import EditWatch
+from lightning_mixprec.feeding import Feeding
 from lightning_mixprec.float8_advice import Float8Advice
 from lightning_mixprec.guests import TrainingModule
-from lightning_mixprec.layers import compute_context, restore_, swap_
+from lightning_mixprec.layers import restore_, swap_
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
@@ -83,6 +87,7 @@ class Fit:
         self._ddp = isinstance(trainer.strategy, DDPStrategy)
         self._counts_skips = counts_skips
         self._partial: Mapping[str, Tensor] = {}  # gradients of an unfinished window, until the first batch
+        self._partial_holds_next = False  # those of the first batch too, which then must not count again
         self._own_backward = not scaler.is_identity and is_overridden("backward", module)
         self.fp8_tokens: int | None = None
         self._ledger = GradientLedger(
@@ -97,6 +102,8 @@ class Fit:
         )
         self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
         self._fp8_advice = Float8Advice(module) if counts_fp8 else None
+        self._edits = EditWatch(masters) if masters is not None else None
+        self._feeding = Feeding(masters) if masters is not None else None
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, *self._compute, wraps_forward=False)
@@ -114,6 +121,9 @@ class Fit:
 
     def close(self) -> dict[str, Any]:
         """End it, and return what a checkpoint that is saved afterwards holds of it."""
+        self.close_edits()
+        if self._feeding is not None:
+            self._feeding.end()
         self._steps.after_backward()
         self._ledger.end_batch()  # of steps made after the last `training_step`
         self._ledger.close()
@@ -142,31 +152,40 @@ class Fit:
     def training_step(self) -> Iterator[None]:
         """Around `training_step`; the beginning of a batch, and in manual optimization its end."""
         module, ledger = self._module, self._ledger
+        self.close_edits()
+        if self._edits is not None:
+            self._edits.begin_batch()
         self.end_batch()  # of steps made outside of `training_step`
         if [*map(id, ledger.optimizers)] != [*map(id, self._trainer.optimizers)]:  # made anew
             ledger.follow(self._trainer.optimizers)
             if self._frequencies is not None:
                 self._frequencies.follow(self._trainer.lr_scheduler_configs)
         self._steps.begin_batch()
+        if ledger.batches <= 2 and self._feeding is not None:
+            self._feeding.begin([*module.modules(), *self._trainer.callbacks])
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
-        if self._partial:
+        if self._partial and not self._partial_holds_next:
             ledger.put_true_gradients(module.named_parameters(), self._partial)
             self._partial = {}
+        self._partial_holds_next = False  # but this one
         if self._manual is not None:
             self._manual.begin_batch()
         counted = self._fp8_advice or nullcontext()
         uncompiled = self._fp8_advice is not None
         with compute_context(*self._compute), self._steps.training_step(uncompiled=uncompiled), counted:
             yield
-        if not module.automatic_optimization:
+        if module.automatic_optimization:
+            self.open_edits()  # `on_before_zero_grad` comes between forward and backward
+        else:
             if self._manual is not None:
                 self._manual.end_batch(ledger.batches)
             self.end_batch()
 
     def before_backward(self, loss: Tensor) -> None:
         """Let gradients that this backward of ``loss``, not scaled yet, adds to be fp32."""
+        self.close_edits()
         self._steps.note_loss(loss)
         for optimizer in self._ledger.before_backward():
             self._steps.skipped_by_user(optimizer)
@@ -204,8 +223,12 @@ class Fit:
         if self._ddp:  # reduces here after a static graph's first manual backward
             self._trainer.strategy.post_backward(loss)
         self._ledger.after_backward()
+        if self._partial:  # of a batch that was saved after its backward and before Lightning had counted it
+            self._ledger.put_true_gradients(self._module.named_parameters(), self._partial, instead=True)
+            self._partial = {}
         if self._module.automatic_optimization:
             self._steps.after_backward()
+        self.open_edits()
 
     def after_backward_hooks(self) -> None:
         """In manual optimization, what the user clips or edits from here on are true gradients."""
@@ -221,7 +244,16 @@ class Fit:
         """Step or skip, see :meth:`lightning_mixprec.steps.Steps.step_or_skip`."""
         if self._newcomers is not None:
             self._newcomers.refuse(optimizer)
-        return self._steps.step_or_skip(optimizer, result, before_step, arguments)
+
+        def last() -> None:
+            before_step()
+            self.close_edits()
+
+        output = self._steps.step_or_skip(optimizer, result, last, arguments)
+        if self._edits is not None:
+            self._edits.stepped()
+        self.open_edits()
+        return output
 
     def end_batch(self) -> None:
         """Account for the batch, if an optimizer was called."""
@@ -236,6 +268,21 @@ class Fit:
             return False
         return bool(self._ledger.consecutive_skips.get(optimizer))
 
+    # Edits by hand
+
+    def open_edits(self, *, always: bool = False) -> None:
+        """What comes now may be user code that edits weights; ``always`` to be looked at, whatever the batch."""
+        if self._edits is not None:
+            self._edits.open_(always=always)
+
+    def close_edits(self) -> None:
+        """What comes now is none of the user's code that edits weights: forward, backward, a step."""
+        if self._edits is None:
+            return
+        self._edits.close_()
+        for report in self._edits.reports(self._module):
+            rank_zero_warn(report)
+
     # Checkpoints
 
     def state_dict(self, *, partial: bool = True) -> dict[str, Any]:
@@ -245,13 +292,14 @@ class Fit:
             "rounding": {} if self._masters is None else self._masters.state_dict(),
             "pushed_back_schedules": self._frequencies.state_dict() if self._frequencies is not None else [],
             "skips_by_optimizer": skips if len(skips) > 1 else [],
-            "partial_gradients": self._partial_gradients() if partial else {},
+            **(self._partial_gradients() if partial else {}),
         }
         return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where patience, schedules, rounding and an accumulation window were."""
         self._partial = state.get("partial_gradients", {})
+        self._partial_holds_next = state.get("partial_gradients_hold_next_batch", False)
         optimizers = self._ledger.optimizers
         skips = state.get("skips_by_optimizer", [int(self._scaler.consecutive_skips)] * len(optimizers))
         self._ledger.consecutive_skips.update(zip(optimizers, skips, strict=False))
@@ -260,15 +308,17 @@ class Fit:
         if self._masters is not None:
             self._masters.load_state_dict(state.get("rounding", {}))
 
-    def _partial_gradients(self) -> dict[str, Tensor]:
-        """True gradients, by name, of the batches of an accumulation window that a resumed run will not run again."""
+    def _partial_gradients(self) -> dict[str, Any]:
+        """True gradients, by name, of an accumulation window's batches, and whether a resumed run runs one again."""
         ledger, loop = self._ledger, self._trainer.fit_loop.epoch_loop
         if not ledger.window_open:
             return {}
         batches = loop.batch_progress.current
-        if ledger.in_window and batches.ready > batches.processed:  # Lightning will start from this batch
-            if not ledger.window_is_older:
-                return {}
+        again = ledger.in_window and batches.ready > batches.processed  # Lightning will start from this batch
+        if again and not ledger.window_is_older:
+            return {}
+        if again and not self._module.automatic_optimization:  # any of its backwards may have been
+            again = False
             log.warning(
                 "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
                 "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
@@ -277,4 +327,4 @@ class Fit:
         partial = ledger.true_gradients(self._module.named_parameters())
         if self._ddp:  # which saves on all ranks, and writes one's
             partial = mean_over_ranks(partial, self._module.named_parameters(), self._trainer.strategy.root_device)
-        return partial
+        return {"partial_gradients": partial, "partial_gradients_hold_next_batch": again}

@@ -52,6 +52,13 @@ class TrainingModule(ComputeLayer):
         self.trainer.precision_plugin._fit.admit_newcomers()
         return result
 
+    def on_train_epoch_end(self) -> None:
+        """The user's; what it edits in 16-bit weights is looked at."""
+        fit = self.trainer.precision_plugin._fit
+        fit.open_edits(always=True)
+        super().on_train_epoch_end()  # type: ignore[misc]
+        fit.close_edits()
+
 
 class Uncounted(_Progress):
     """Lightning's count of steps while it is about to count one that was skipped: it will not, this once.

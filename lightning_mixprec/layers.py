@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._contextlib import _wrap_generator
 
-from lightning_mixprec.calls import is_called, is_metric, is_outside, own_methods
+from lightning_mixprec.autocast import compute_context, is_outside, no_autocast
+from lightning_mixprec.calls import is_called, is_metric, own_methods
 from lightning_mixprec.norms import lean_norm
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.widening import HALF, Cast, call_widened, widened, widened_unless_parameter
@@ -183,51 +184,6 @@ class ComputeLayer(InnerLayer):
             return super().forward(*args, **kwargs)
         with compute_context(*self._mixprec):
             return super().forward(*args, **kwargs)
-
-
-def compute_context(device_type: str, dtype: torch.dtype) -> torch.autocast:
-    """Autocast without its weight cache; a no-op for fp32.
-
-    The cache would keep casts of fp32 weights alive over an optimizer step inside one training step, and over
-    ``no_grad`` passes (https://github.com/pytorch/pytorch/issues/63552, /65766).
-
-    Example:
-        >>> with compute_context("cpu", torch.bfloat16):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
-    """
-    if dtype == torch.float32:
-        return torch.autocast(device_type, enabled=False)
-    return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
-
-
-class _NoAutocast:
-    """What ``torch.autocast(enabled=False)`` does, in a tenth of its time: norms are many, and small."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-
-    def __enter__(self) -> None:
-        self._enabled = torch.is_autocast_enabled(self._device_type)
-        torch.autocast_increment_nesting()
-        torch.set_autocast_enabled(self._device_type, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self._device_type, self._enabled)
-        torch.autocast_decrement_nesting()
-
-
-def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast off, for ``forward``.
-
-    Example:
-        >>> with torch.autocast("cpu", torch.bfloat16), no_autocast("cpu"):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.float32
-    """
-    if torch.compiler.is_compiling():  # to which only its own is known
-        return torch.autocast(device_type, enabled=False)
-    return _NoAutocast(device_type)
 
 
 def swap_(

@@ -406,8 +406,21 @@ class GradientLedger:
         return grads
 
     @torch.no_grad()
-    def put_true_gradients(self, named: Iterable[tuple[str, nn.Parameter]], grads: Mapping[str, Tensor]) -> None:
-        """Go on with gradients that :meth:`true_gradients` saved, at whatever scale this run has."""
+    def put_true_gradients(
+        self, named: Iterable[tuple[str, nn.Parameter]], grads: Mapping[str, Tensor], *, instead: bool = False
+    ) -> None:
+        """Go on with gradients that :meth:`true_gradients` saved, at whatever scale this run has.
+
+        Args:
+            named: All parameters.
+            grads: By name.
+            instead: Of those that a backward has just made.
+        """
+        if instead:
+            for optimizer in self.optimizers:
+                self._close(optimizer, drop=True)
+            self._window.add(self.batches)
+        self._window.add(self.batches - 1)
         for name, param in named:
             if name in grads:
                 grad = shard_like(grads[name].to(param.device), param)

@@ -103,6 +103,9 @@ class MasterWeights:
     def __len__(self) -> int:
         return len(self._stand_ins)
 
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._stand_ins)
+
     def __contains__(self, param: object) -> bool:
         return param in self._stand_ins
 

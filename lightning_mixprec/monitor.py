@@ -64,8 +64,9 @@ class PrecisionMonitor(Callback):
     text (``mixprec/plan``, ``mixprec/overflow``), and a layout for the custom-scalars page.
 
     What is worth acting on is said once, in words (:mod:`lightning_mixprec.health`), in the log and in TensorBoard's
-    text ``alerts/precision``, which is also a curve: how much was said so far. The progress bar shows scale and skipped
-    batches, and a run that ends says what it has learned (``mixprec/learned``). Steps that are not logged cost nothing.
+    text ``alerts/precision``, which is also a curve: how much was said so far. The progress bar shows ``scale`` and
+    ``skipped`` batches, unless the module logs these names itself, and a run that ends says what it has learned
+    (``mixprec/learned``). Steps that are not logged cost nothing.
 
     An attribute ``custom_scalars`` of the module or of another callback adds charts to the page:
     ``{"Heading": {"title of a chart": ["tag", "regular/expression.*"]}}``.
@@ -102,6 +103,8 @@ class PrecisionMonitor(Callback):
         self._most_headroom: dict[str, float] = {}  # bits of each layer's activations, over all looks
         self._events = 0
         self._said: dict[str, str] = {}  # by rule
+        self._on_the_bar: dict[str, float] = {}
+        self._for_callbacks: dict[str, Tensor] = {}
         self._scales: tuple[float, float, float] | None = None  # first, least and greatest that were logged
 
     # When to look
@@ -124,6 +127,8 @@ class PrecisionMonitor(Callback):
         self._recent.clear()
         self._recent_scales.clear()
         self._said.clear()
+        self._on_the_bar.clear()
+        self._for_callbacks.clear()
         plugin = _plugin(pl_module)
         if plugin is not None and plugin.plan is not None:
             table = "\n".join(f"    {line}" for line in str(plugin.plan).splitlines())
@@ -205,8 +210,9 @@ class PrecisionMonitor(Callback):
             self._recent_scales.popleft()
         fp16 = plugin.compute_dtype == torch.float16
         shown = {"scale": read[0], "skipped": read[2]} if fp16 else {"skipped": read[2]}
-        # Tensors on the host: Lightning reads what the progress bar shows after every batch.
-        pl_module.log_dict({name: torch.tensor(value) for name, value in shown.items()}, prog_bar=True, logger=False)
+        _show(trainer.progress_bar_metrics, self._on_the_bar, shown)
+        told = {name: torch.tensor(value) for name, value in shown.items()}
+        _show(trainer.callback_metrics, self._for_callbacks, told)
         found = run_warnings(
             self.limits,
             skipped=skipped,
@@ -303,6 +309,16 @@ class PrecisionMonitor(Callback):
             self._stats = None
         if self._batches and trainer.state.fn == "fit":
             self.on_train_end(trainer, pl_module)
+
+
+def _show(metrics: dict[str, Any], ours: dict[str, Any], shown: dict[str, Any]) -> None:
+    """Set in Lightning's ``metrics`` what nobody else has set: ``ours`` is what was set here before.
+
+    Names as short as these may be other people's too, whose values ``self.log`` would hide.
+    """
+    for name, value in shown.items():
+        if metrics.get(name) is ours.get(name):
+            metrics[name] = ours[name] = value
 
 
 def _value_of(plugin: MasterWeightPrecision) -> Any:

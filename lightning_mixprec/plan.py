@@ -1,7 +1,7 @@
 """What a policy means for one model: a mapping from layer to dtype that prints as a table.
 
 Why it exists: what every layer will compute in, and why, must be there to read before training, and for the parts of
-the plugin that act on it.
+the plugin that act on it. Equal blocks are printed once, so that the plan of a large model fits on a screen.
 
 What it leaves out: deciding it (:mod:`lightning_mixprec.policy`).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, TypeAlias
 
 import torch
@@ -99,13 +100,68 @@ class PrecisionPlan(Mapping[str, torch.dtype]):
         return len(self._dtypes)
 
     def __str__(self) -> str:
-        rows = [("layer", "type", "dtype", "parameters", "reason")]
+        rows: list[Row] = []
         for layer in self.layers:
             dtype = str(layer.dtype).removeprefix("torch.")
             dtype = f"fp8 ({dtype})" if layer.kind == "fp8" else dtype
             rows.append((layer.name or "(root)", layer.type_name, dtype, f"{layer.parameters:,}", layer.reason))
+        rows = [("layer", "type", "dtype", "parameters", "reason"), *folded(rows)]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+
+Row: TypeAlias = tuple[str, ...]
+
+
+def folded(rows: list[Row]) -> list[Row]:
+    """Rows of a table of layers, those of equal blocks that follow each other once, with their number.
+
+    Args:
+        rows: Qualified name first.
+
+    Example:
+        >>> rows = [(f"blocks.{i}.{name}", "Linear") for i in range(28) for name in ("fc1", "fc2")]
+        >>> folded([*rows, ("head", "Linear")])
+        [('blocks.0-27.fc1 x28', 'Linear'), ('blocks.0-27.fc2 x28', 'Linear'), ('head', 'Linear')]
+    """
+    return [(f"{name} x{count}" if count > 1 else name, *cells) for count, (name, *cells) in _folded(rows, 0)]
+
+
+def _folded(rows: list[Row], start: int) -> list[tuple[int, Row]]:
+    """Each row with the number that it stands for; the first `start` parts of the names are the same in all."""
+    out: list[tuple[int, Row]] = []
+    while rows:
+        parts = rows[0][0].split(".")
+        place = next((i for i in range(start, len(parts)) if parts[i].isdecimal()), None)
+        if place is None:
+            out.append((1, rows[0]))
+            rows = rows[1:]
+            continue
+        block = _block(rows, parts[: place + 1])
+        size, first = len(block), int(parts[place])
+        last, rest = first, rows[size:]
+        while rest and _inside(block, place) == _inside(rest[:size], place):
+            if len(_block(rest, [*parts[:place], str(last + 1)])) != size:
+                break
+            last, rest = last + 1, rest[size:]
+        for count, (name, *cells) in _folded(block, place + 1):
+            parts = name.split(".")
+            if last > first:
+                parts[place] = f"{first}-{last}"
+            out.append((count * (last - first + 1), (".".join(parts), *cells)))
+        rows = rest
+    return out
+
+
+def _block(rows: list[Row], head: list[str]) -> list[Row]:
+    """The rows at the beginning that are of this module or of one inside it."""
+    inside = (row[0].split(".")[: len(head)] == head for row in rows)
+    return [row for row, _ in zip(rows, takewhile(bool, inside), strict=False)]
+
+
+def _inside(rows: list[Row], place: int) -> list[Row]:
+    """What two blocks must have in common: names below them, and all that stands beside."""
+    return [(".".join(row[0].split(".")[place + 1 :]), *row[1:]) for row in rows]

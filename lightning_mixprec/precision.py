@@ -28,17 +28,19 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mixprec.answers import Answers
-from lightning_mixprec.calls import explain, outside
+from lightning_mixprec.autocast import compute_context, outside
+from lightning_mixprec.calls import explain
 from lightning_mixprec.conversion import Conversion
 from lightning_mixprec.edits import fp32_weights
 from lightning_mixprec.fallback import LayerFallback
 from lightning_mixprec.fit import Fit
 from lightning_mixprec.float8_advice import announce_float8, refuse_device, require_float8
 from lightning_mixprec.guests import BuildingModule, rebuild_wrapper
-from lightning_mixprec.layers import compute_context, restore_, swap_
+from lightning_mixprec.layers import restore_, swap_
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
+from lightning_mixprec.processor import slowness
 from lightning_mixprec.questions import (
     called_directly,
     reduces_gradients,
@@ -240,7 +242,7 @@ class MasterWeightPrecision(Precision):
         # Before weights are rounded: a layer that moves only when the plugin's own state comes has lost its low bits.
         resumed = trainer._checkpoint_connector._loaded_checkpoint.get(type(self).__qualname__, {})
         self._fp32_layers = list(dict.fromkeys([*self._fp32_layers, *resumed.get("fp32_layers", [])]))
-        refuse_averaging(trainer.callbacks, module)
+        refuse_averaging(trainer.callbacks)
         refuse_device(self.policy, trainer.strategy.root_device)
         self._module = module
         self._device = trainer.strategy.root_device
@@ -285,6 +287,8 @@ class MasterWeightPrecision(Precision):
             reduction = self._answers.reduction = GradientReduction(self.master_weights, self.reduce_dtype)
             reduction.follow(model)
         if optimizers and module.trainer.state.fn == "fit":
+            if self._device.type == "cpu" and (slow := slowness(self.compute_dtype)):
+                rank_zero_info(slow)
             self._fit = Fit(
                 module,
                 model,
@@ -321,6 +325,8 @@ class MasterWeightPrecision(Precision):
 
     def forward_context(self) -> torch.autocast:
         """Autocast to the compute dtype; around training, validation, test and predict steps."""
+        if self._fit is not None:
+            self._fit.close_edits()
         return compute_context(self._device.type, self.compute_dtype)
 
     @contextmanager
@@ -471,7 +477,8 @@ class MasterWeightPrecision(Precision):
         """Loss scale and step counters, as plain numbers; the masters are the checkpoint's ``state_dict``.
 
         And, where there are such: the state of stochastic rounding, ``fp32_layers``, ``partial_gradients`` of an open
-        accumulation window, ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
+        accumulation window (``partial_gradients_hold_next_batch`` if Lightning will run the last of its batches again,
+        which is in them), ``pushed_back_schedules`` (what skips have left schedules of a frequency above 1 to do, see
         :class:`~lightning_mixprec.schedules.RealFrequency`) and ``skips_by_optimizer``, in a row, of several.
         """
         state: dict[str, Any] = dict(self.scaler.state_dict())

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
+from lightning_mixprec.feeding import fed_methods
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.overflow import Verdict, Watch, first_nonfinite
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -143,8 +143,8 @@ def refuse_second_average(callbacks: list[Any]) -> None:
         )
 
 
-def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
-    """Refuse stock averages of 16-bit weights, and warn of those kept in the module."""
+def refuse_averaging(callbacks: list[Any]) -> None:
+    """Refuse stock averages of 16-bit weights."""
     for callback in callbacks:
         stock = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
         if stock and not getattr(callback, "averages_master_weights", False):
@@ -152,21 +152,16 @@ def refuse_averaging(callbacks: list[Any], module: nn.Module) -> None:
                 f"{type(callback).__name__} averages the 16-bit weights, which loses every small change. Use "
                 "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters."
             )
-    for name, each in module.named_modules():
-        if isinstance(each, AveragedModel):
-            log.warning(
-                "%r averages what it reads from the module, which is 16-bit while training. Feed it from "
-                "`pl_module.state_dict()`, which is fp32, or use lightning_mixprec.MasterWeightAveraging.",
-                name,
-            )
 
 
 def warn_of_shadows(module: nn.Module, callbacks: Iterable[Any]) -> None:
-    """Warn of averages kept beside the modules: ``EMAModel`` of diffusers and its like, lists and dicts of weights."""
+    """Warn of averages kept beside the modules that nobody feeds with fp32 values: of torch_ema, lists of weights."""
     shapes = Counter(param.shape for param in module.parameters() if param.dtype in HALF)
     for owner in (*module.modules(), *callbacks):
         for name, value in vars(owner).items():
             if not shapes or name in vars(nn.Module()):  # nothing is 16-bit, or torch's own tables
+                continue
+            if fed_methods(value):
                 continue
             average = getattr(value, "__dict__", {}).get("shadow_params")
             kept = value if average is None else average
@@ -177,7 +172,8 @@ def warn_of_shadows(module: nn.Module, callbacks: Iterable[Any]) -> None:
             if average is not None or (half and Counter(each.shape for each in kept) <= shapes):
                 log.warning(
                     "%s.%s averages what it reads from the module, which is 16-bit while training%s. Use "
-                    "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters.",
+                    "lightning_mixprec.MasterWeightAveraging, which averages the fp32 masters, or read them inside "
+                    "`with trainer.precision_plugin.fp32_weights(pl_module) as weights:`.",
                     type(owner).__name__,
                     name,
                     ", and keeps it so: such an average hardly moves" if half else "",

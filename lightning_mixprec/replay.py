@@ -26,7 +26,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_mixprec.layers import Fp32Layer, compute_context, map_tensors, restore_, swap_
+from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.layers import Fp32Layer, map_tensors, restore_, swap_
 from lightning_mixprec.opaque import visible_modules
 from lightning_mixprec.widening import widened
 

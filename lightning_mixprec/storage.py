@@ -128,6 +128,7 @@ class Bucket:
         index: Place of each parameter.
         master: fp32 [n], or None where the rung stores less.
         rest: int16 or int8 [n], the extra bits, or None.
+        writes: How often fp32 values have been stored.
 
     Example:
         >>> param = nn.Parameter(torch.tensor([0.1]))
@@ -176,7 +177,9 @@ class Bucket:
         flat = torch.zeros(size, dtype=torch.float32, device=device) if self.master is None else self.master
         for index, value in enumerate(values):
             self.view(flat, index).copy_(value)
-        self._writes = 0
+        self.writes = 0
+        self._replaced: dict[int, Tensor] = {}  # since the last step, by index: whether it held the same 16 bits
+        self._streaks: dict[int, list[Tensor]] = {}  # of such, step after step
         self._ready = False
         self._alias()
         self.write(flat, stochastic=False)
@@ -249,7 +252,12 @@ class Bucket:
                 torch.where(unless, self.half, rounded, out=self.half)
         fingerprint = self._take_fingerprint()
         self._fingerprint = fingerprint if unless is None else torch.where(unless, self._fingerprint, fingerprint)
-        self._writes += 1
+        self.writes += 1
+        if self._replaced or self._streaks:
+            self._streaks = {
+                index: [*self._streaks.get(index, []), same][-8:] for index, same in self._replaced.items()
+            }
+            self._replaced = {}
 
     def values_of(self, index: int) -> Tensor:
         """fp32 values of one parameter, in its shape: a view of the master, or a tensor of their own."""
@@ -289,7 +297,7 @@ class Bucket:
             flat.as_strided(*self._layouts[index]).copy_(value)
             encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], None)
         self._fingerprint = self._take_fingerprint()
-        self._writes += 1
+        self.writes += 1
 
     def edited(self) -> Tensor:
         """Whether anything was written into the parameters from outside since the last :meth:`write`: bool [].
@@ -329,9 +337,14 @@ class Bucket:
             self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
         self._fingerprint = fingerprint
 
+    def unshown(self, times: int) -> list[int]:
+        """Parameters that lately got other memory before each of ``times`` steps, with hardly another 16-bit value."""
+        long = {index: streak[-times:] for index, streak in self._streaks.items() if len(streak) >= times}
+        return [index for index, streak in long.items() if all(map(bool, streak))]
+
     def stamp(self) -> tuple[int, int]:
         """Another one as soon as any value has been written, here or into a parameter. Waits for the device."""
-        return self._writes, int(self._take_fingerprint())
+        return self.writes, int(self._take_fingerprint())
 
     def _take_fingerprint(self) -> Tensor:
         """A number, int64 [], that depends on the parameters' bits and on where they stand: shows whether any changed.
@@ -357,6 +370,7 @@ class Bucket:
                 param.data = view
                 if self._ready:  # replaced from outside: what differs from before is taken over exactly
                     kept = given.to(self.dtype) == view
+                    self._replaced[index] = kept.float().mean() > 0.9
                     self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
 
 

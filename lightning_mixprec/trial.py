@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mixprec.layers import compute_context, map_tensors, restore_, swap_layers_
+from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.layers import map_tensors, restore_, swap_layers_
 from lightning_mixprec.magnitudes import cures, differ, largest, nonfinite
 from lightning_mixprec.observation import Observation
 from lightning_mixprec.opaque import visible_modules

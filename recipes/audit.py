@@ -22,13 +22,11 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 from lightning_mixprec import MasterWeightPrecision, audit
 from lightning_mixprec.audit_result import Audit
 from recipes import command_line
+from recipes.audit_report import show
 from recipes.checks import check_model
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
@@ -111,21 +109,6 @@ def write(found: Audit, config: dict[str, Any], output_dir: Path, plugin: Master
         logger.finalize("success")
 
 
-def show(found: Audit) -> None:
-    """Print the table, as wide as it is, with the layers that must be fp32 in red."""
-    header, *rows = found.table()
-    words = {header[0], header[1], header[2], header[-1]}
-    table = Table(box=None, pad_edge=False)
-    for name in header:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row), style="red" if row[-1] else None)
-    console = Console()
-    console.width = max(console.width, Measurement.get(console, console.options.update(width=10_000), table).maximum)
-    console.print(table)
-    print("\n".join(["", *found.summary()]))
-
-
 def command(output_dir: Path, overrides: list[str], search_path: Sequence[str] = ()) -> str:
     """The command line that trains what was audited with what was found.
 
@@ -156,7 +139,7 @@ def main(cfg: DictConfig) -> None:
         found = audit_recipe(plain(cfg), output_dir)
     except ConfigError as error:
         fail(error)
-    show(found)
+    show(found, Console())
     print(f"policy           {output_dir / 'precision' / f'{OPTION}.yaml'}")
     print(f"to train with it {command(output_dir, list(HydraConfig.get().overrides.task), searched())}")
 

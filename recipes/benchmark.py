@@ -220,7 +220,7 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
             raise ConfigError(f"{key}={config[key]} must be a whole number, at least {least}.")
     if config["trainer"].get("devices", 1) != 1 or config["trainer"].get("num_nodes", 1) != 1:
         raise ConfigError("trainer.devices: the benchmark measures one device. Write trainer.devices=1.")
-    on_gpu = torch.cuda.is_available() and config["trainer"].get("accelerator") != "cpu"
+    on_gpu = _on_gpu(config)
     given = config["modes"] or (ON_GPU if on_gpu else ON_CPU)
     try:
         modes = [Mode.parse(name) for name in given]
@@ -238,6 +238,10 @@ def run(config: dict[str, Any]) -> dict[str, Measured]:
     finally:
         log.setLevel(level)
     return results
+
+
+def _on_gpu(config: dict[str, Any]) -> bool:
+    return torch.cuda.is_available() and config["trainer"].get("accelerator") != "cpu"
 
 
 def _take_turns(config: dict[str, Any], modes: list[Mode], results: dict[str, Measured], on_gpu: bool) -> None:
@@ -267,8 +271,9 @@ def main(cfg: DictConfig) -> None:
         fail(error)
     show(results, config["data"]["batch_size"], Console())
     path = output_dir / "benchmark.json"
-    write(results, config, path)
-    print(f"\n{recommendation(results)}\nall figures      {path}")
+    advice = recommendation(results, on_cpu=not _on_gpu(config))
+    write(results, config, path, advice)
+    print(f"\n{advice}\nall figures      {path}")
 
 
 if __name__ == "__main__":

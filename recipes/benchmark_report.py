@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from lightning_mixprec.policy import COMPUTE_DTYPES
+from lightning_mixprec.processor import lacks_instructions
 from recipes.benchmark_modes import Mode
 
 WITHIN = 0.01
@@ -127,10 +129,15 @@ def _number(value: Any, form: str, unit: float = 1) -> str:
     return "-" if value is None else form.format(value if unit == 1 else value / unit)
 
 
-def recommendation(results: dict[str, Measured]) -> str:
+def recommendation(results: dict[str, Measured], on_cpu: bool = False) -> str:
     """One sentence: the fastest of this plugin's modes that learns as fp32 does; of equally fast ones the smallest.
 
-    Modes within 2 % are equally fast.
+    Modes within 2 % are equally fast. Where 16 bits are slower than fp32, that is the answer; where a CPU has no
+    instructions for them and fp32 was not measured, a second sentence says so.
+
+    Args:
+        results: By mode.
+        on_cpu: Whether they were measured on a CPU.
 
     Example:
         >>> slow, fast = (Measured([s], loss=1.0, bytes_per_parameter=b) for s, b in ((0.2, 12.0), (0.1, 14.0)))
@@ -153,18 +160,37 @@ def recommendation(results: dict[str, Measured]) -> str:
     mode = Mode.parse(best)
     write = [f"precision={mode.precision}"]
     write += [f"precision.masters={mode.masters}"] * (mode.masters != "fp32") + ["compile=true"] * mode.compile
+    wide = next((name for name in ("32-true", "fp32") if name in good), None)
+    slower = ratio(good, best, wide) if wide else None
+    if slower is not None and slower > 1.02 and mode.precision != "fp32":
+        return (
+            f"Take precision=fp32: the fastest of the plugin's modes in 16 bits, {' '.join(write)}, is {slower:.2f} "
+            f"times the step of {wide} here."
+        )
+    unknown = ""
+    if wide is None and on_cpu and lacks_instructions(COMPUTE_DTYPES[mode.precision]):
+        unknown = (
+            f" This CPU has no instructions for {mode.precision}, so fp32 is likely faster, and it was not measured: "
+            "add 32-true to modes=[...]."
+        )
+    return _advice(good, best, " ".join(write)) + unknown
+
+
+def _advice(good: dict[str, Measured], best: str, write: str) -> str:
+    """The best of the plugin's modes, as it is written, beside what people would use without the plugin."""
+    mode = Mode.parse(best)
     against = next((name for name in (mode.counterpart(), "32-true") if name in good), None)
     if against is None:
-        return f"Take {' '.join(write)}."
+        return f"Take {write}."
     rate = ratio(good, best, against) or 1.0
-    memory, theirs = _memory(ours[best]), _memory(good[against])
+    memory, theirs = _memory(good[best]), _memory(good[against])
     less = f", and {memory:.1f} bytes per parameter instead of {theirs:.1f}" if 0 < memory < theirs - 0.05 else ""
     if rate > 1.02:
         return (
-            f"None of the plugin's modes is faster than {against} here. The nearest is {' '.join(write)}: {rate:.2f} "
+            f"None of the plugin's modes is faster than {against} here. The nearest is {write}: {rate:.2f} "
             f"times its step{less}."
         )
-    return f"Take {' '.join(write)}: {rate:.2f} times the step of {against}{less}."
+    return f"Take {write}: {rate:.2f} times the step of {against}{less}."
 
 
 def _memory(found: Measured) -> float:
@@ -182,9 +208,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(results: dict[str, Measured], config: dict[str, Any], path: Path) -> None:
-    """Keep everything as JSON, with the machine, the configuration and the recommendation."""
+def write(results: dict[str, Measured], config: dict[str, Any], path: Path, advice: str) -> None:
+    """Keep everything as JSON, with the machine, the configuration and the advice."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {name: asdict(measured) for name, measured in results.items()}
-    document = {"machine": machine(), "recommendation": recommendation(results), "modes": found, "config": config}
+    document = {"machine": machine(), "recommendation": advice, "modes": found, "config": config}
     path.write_text(json.dumps(document, indent=2, default=str) + "\n")

@@ -22,6 +22,7 @@ from lightning_mixprec import MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.float8_advice import refuse_device
 from recipes.config import ConfigError, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.run_length import RunLength, limited, run_length
 from recipes.sampler import Sampler
 
 
@@ -84,7 +85,7 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
         )
     batches = data.steps_per_epoch * accumulated
     limit = trainer.limit_train_batches
-    batches = int(batches * limit) if isinstance(limit, float) else min(batches, int(limit or batches))
+    batches = limited(batches, limit)
     if batches == 0:
         raise ConfigError(
             f"trainer.limit_train_batches={limit}: that share of an epoch is no batch. Write a number of batches."
@@ -97,6 +98,8 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
             f"trainer.limit_train_batches={limit}: an epoch has {batches} batches then, no multiple of "
             f"trainer.accumulate_grad_batches={accumulated}, and Lightning steps at its end. Choose {nearest}."
         )
+    length = run_length(trainer, data.steps_per_epoch)
+    check_ends(trainer, length, batches)
     if trainer.limit_val_batches == 0:
         rank_zero_warn(
             "trainer.limit_val_batches=0: without validation there is no validation loss, no sample grid and no "
@@ -110,8 +113,41 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
     if trainer.is_global_zero:
         print(
             f"{data.batch_size} images per step = {micro_batch} per batch x {ranks} process(es) x {accumulated} "
-            f"accumulated; {data.steps_per_epoch} steps per epoch"
+            f"accumulated; {length.steps_per_epoch} steps per epoch"
+            + (f", {length.steps} in all" if length.steps is not None else "")
         )
+
+
+def check_ends(trainer: L.Trainer, length: RunLength, batches: int) -> None:
+    """Refuse ends that contradict each other, and validations that never come.
+
+    Lightning leaves out the validation of the last step if the run ends before its least number of steps, and with it
+    the recipes' checkpoint.
+
+    Args:
+        trainer: Made, not started.
+        length: Of the run.
+        batches: Of an epoch.
+    """
+    timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+    interval = 0 if timed else trainer.val_check_interval
+    if trainer.check_val_every_n_epoch is not None and not isinstance(interval, float) and interval > batches:
+        raise ConfigError(
+            f"trainer.val_check_interval={interval}: an epoch has {batches} batches, and with "
+            f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch} it is a number of these. Write "
+            "trainer.val_check_interval=1.0 for a validation at the end of an epoch, or "
+            "trainer.check_val_every_n_epoch=null to count batches over epochs."
+        )
+    if length.steps is None:
+        return
+    for name, least in (("min_steps", trainer.min_steps), ("min_epochs", trainer.min_epochs)):
+        needed = (least or 0) * (1 if name == "min_steps" else length.steps_per_epoch or 0)
+        if needed > length.steps:
+            of_an_epoch = f", and has {length.steps_per_epoch} in an epoch" if name == "min_epochs" else ""
+            raise ConfigError(
+                f"trainer.{name}={least}: the run ends after {length.steps} steps{of_an_epoch}. Write a smaller "
+                f"trainer.{name}, or a larger trainer.max_steps or trainer.max_epochs."
+            )
 
 
 def check_model(config: dict[str, Any], module: DiffusionModule, shape: tuple[int, ...], classes: int) -> None:

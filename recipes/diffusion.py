@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.sharding import is_sharded, shard_
+from recipes import plateau
 from recipes.denoising import Objective
 from recipes.loading import Batch
 from recipes.loss_means import LossSums, quartiles
@@ -31,7 +32,8 @@ class DiffusionModule(L.LightningModule):
         net: Network with the call `(image, noise_level, labels)` and an attribute `null_label`.
         objective: Times, preconditioning, weights and loss.
         optimizer: Takes the parameters, returns an optimizer.
-        scheduler: Takes the optimizer, returns a learning-rate scheduler that advances once per optimizer step.
+        scheduler: Takes the optimizer, returns a learning-rate scheduler that advances once per optimizer step, or a
+            ReduceLROnPlateau, which does once per validation.
         seed: Training noise is a function of (seed, rank, epoch, batch): other noise on every rank, the same noise in
             every rerun and after every resume.
 
@@ -72,6 +74,7 @@ class DiffusionModule(L.LightningModule):
         self._step: list[tuple[Tensor, Tensor]] = []  # losses and times of what the next optimizer step accumulates
         self._train = LossSums(self._edges)  # of batches whose update was taken, since they were logged
         self._epoch_loss, self._epoch_samples, self._epoch_skipped = 0.0, 0.0, 0  # of all ranks, as far as logged
+        self._judged = 0  # step of the last validation that schedules have seen
 
     def configure_model(self) -> None:
         """Shard the network under FSDP2; once, since Lightning calls this before every stage."""
@@ -84,10 +87,7 @@ class DiffusionModule(L.LightningModule):
         optimizer = self.make_optimizer()
         if self.make_scheduler is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": plateau.configured(self.make_scheduler(optimizer))}
 
     def make_optimizer(self) -> Optimizer:
         """One optimizer over all trainable parameters."""
@@ -172,6 +172,7 @@ class DiffusionModule(L.LightningModule):
             "totals": self._train.totals.cpu(),
             "pending": [(losses.cpu(), time.cpu()) for losses, time in self._step],
             "epoch": [self._epoch_loss, self._epoch_samples, self._epoch_skipped],
+            "judged": self._judged,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -180,6 +181,7 @@ class DiffusionModule(L.LightningModule):
         if held is None:
             return
         self._epoch_loss, self._epoch_samples, self._epoch_skipped = held["epoch"]
+        self._judged = held.get("judged", 0)  # not in checkpoints of before
         if self.global_rank == 0:
             self._train.totals = held["totals"].clone()
             self._step = [(losses.to(self.device), time.to(self.device)) for losses, time in held["pending"]]
@@ -214,6 +216,9 @@ class DiffusionModule(L.LightningModule):
         # checkpoint, sample grid and its file are found.
         for logger in self.trainer.loggers:
             logger.log_metrics({f"val/{name}": mean for name, mean in means.items()}, step=self.trainer.global_step)
+        if self.trainer.state.fn == "fit" and self.trainer.global_step != self._judged:  # not the same weights again
+            self._judged = self.trainer.global_step
+            plateau.after_validation(self.trainer, self.trainer.callback_metrics)
 
     def _raw_loss(self) -> float:
         """The same with the weights that are trained, in a second pass: the averaged ones have left the module by now.

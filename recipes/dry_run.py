@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPlan
-from lightning_mixprec.layers import compute_context, swap_layers_
+from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.layers import swap_layers_
 from recipes import checks, first_step
 from recipes.config import ConfigError, build, build_all, collected
 from recipes.diffusion import DiffusionModule
 from recipes.loading import Batch
 from recipes.memory import Memory, count, saved_for_backward, state_bytes, state_bytes_of_a_step
+from recipes.run_length import RunLength, run_length
 
 
 class OneBatch(L.Callback):
@@ -75,7 +77,7 @@ def run_one_batch(
     """Train on one batch with what is built, and print what it took.
 
     Args:
-        trainer: Made for one step, with a `OneBatch` among its callbacks.
+        trainer: With a `OneBatch` among its callbacks; it takes one step.
         module: As it would be trained.
         data: Set up.
         plan: Dtype of every parameter.
@@ -85,6 +87,7 @@ def run_one_batch(
     averaging = [each for each in trainer.callbacks if isinstance(each, MasterWeightAveraging)]  # type: ignore[attr-defined]
     for callback in averaging:
         callback.snapshot_every = None  # nothing is saved
+    trainer.fit_loop.epoch_loop.max_steps = 1  # only now: what was checked before is the whole run
     trainer.fit(module, datamodule=data)
     if not trainer.is_global_zero:
         return
@@ -123,8 +126,10 @@ def without_devices(config: dict[str, Any]) -> None:
         )
     settings = config["trainer"]
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}  # the other arguments are those of the run
+    length = RunLength()
     with collected(problems):
-        build({"trainer": settings | here}, "trainer", logger=False, callbacks=[], enable_checkpointing=False)
+        trainer = build({"trainer": settings | here}, "trainer", logger=False, callbacks=[], enable_checkpointing=False)
+        length = run_length(trainer)
     if problems:
         raise ConfigError(*problems)
     module = DiffusionModule(
@@ -141,7 +146,7 @@ def without_devices(config: dict[str, Any]) -> None:
             parts["optimizer"],
             parts["scheduler"],
             torch.device("cpu") if settings.get("accelerator") == "cpu" else None,
-            first_step.steps_of(settings),
+            length,
         ),
         lambda: checks.check_masters(config, parts["strategy"]),
     ):

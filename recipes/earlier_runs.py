@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.config import ConfigError
 from recipes.resume import differences
+from recipes.run_length import EPOCHS
 from recipes.sweep import RESULT
 
 RECORD = Path(".hydra", "config.yaml")
@@ -119,7 +120,7 @@ def _limits(max_steps: int | None, max_epochs: int | None) -> tuple[float, float
     """Steps and epochs after which Lightning ends; without any limit it stops after 1000 epochs."""
     steps = math.inf if max_steps in (None, -1) else max_steps
     if max_epochs is None:
-        return steps, 1000 if steps == math.inf else math.inf
+        return steps, EPOCHS if steps == math.inf else math.inf
     return steps, math.inf if max_epochs == -1 else max_epochs
 
 

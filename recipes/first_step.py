@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
+from recipes import plateau
 from recipes.config import refusals
+from recipes.run_length import RunLength
 
 STEP_BY_STEP = 1000
 """Steps after which the schedule jumps to the last one: a run of a million would take as many calls."""
@@ -29,7 +32,7 @@ def check_optimizer(
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     make_scheduler: Callable[[Optimizer], Any] | None = None,
     device: torch.device | None = None,
-    steps: int = 1,
+    length: RunLength | None = None,
 ) -> None:
     """Build optimizer and scheduler, and step.
 
@@ -37,9 +40,10 @@ def check_optimizer(
         config: The whole configuration, for the error, plain.
         module: Whose parameters are trained; left as they are, on any device.
         make_optimizer: Takes parameters, returns an optimizer.
-        make_scheduler: Takes the optimizer, returns a scheduler that advances once per optimizer step.
+        make_scheduler: Takes the optimizer, returns a scheduler that advances once per optimizer step, or a
+            ReduceLROnPlateau, which does once per validation.
         device: That the run trains on. None if that is not here: then the optimizer does not step.
-        steps: Of the run; 1 if their number is open.
+        length: Of the run; one step if it is not known.
 
     Raises:
         ConfigError: With what they refuse.
@@ -52,8 +56,16 @@ def check_optimizer(
         return
     with refusals(config, "scheduler"):
         scheduler = make_scheduler(optimizer)
-        if isinstance(scheduler, LRScheduler):  # what else there is, Lightning judges
+        if isinstance(scheduler, ReduceLROnPlateau):
+            plateau.check(scheduler, length or RunLength())
+        elif isinstance(scheduler, LRScheduler):  # what else there is, Lightning judges
+            steps = (length.steps if length else None) or 1
             advance(scheduler, optimizer, steps)
+            if isinstance(scheduler, CosineAnnealingLR) and 1 < scheduler.T_max < steps:
+                rank_zero_warn(
+                    f"scheduler.T_max={scheduler.T_max}: the run has {steps} steps, and the learning rate rises again "
+                    f"after {scheduler.T_max}. Write scheduler.T_max={steps}."
+                )
 
 
 def _try_step(make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device) -> None:
@@ -93,11 +105,6 @@ def advance(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> None:
         Traceback (most recent call last):
         ValueError: at step 5 of 8: Tried to step 5 times. The specified number of total steps is 4
     """
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "it waits for a metric, and a recipe's schedule advances with every optimizer step. Choose "
-            "scheduler=constant, scheduler=warmup, or a schedule over steps such as CosineAnnealingLR"
-        )
     near = min(steps, STEP_BY_STEP)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a schedule that advances without its optimizer
@@ -110,20 +117,3 @@ def advance(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> None:
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             if step <= near and not all(0 <= rate < math.inf for rate in rates):  # after a jump, they are not the run's
                 raise ValueError(f"at step {step} of {steps} it sets the learning rate {rates[0]:g}")
-
-
-def steps_of(settings: dict[str, Any], steps_per_epoch: int | None = None) -> int:
-    """Optimizer steps of a run with these arguments of the trainer; 1 if their number is open.
-
-    Args:
-        settings: The trainer's arguments.
-        steps_per_epoch: None if the data are not here.
-
-    Example:
-        >>> steps_of({"max_steps": 100, "max_epochs": 3}, steps_per_epoch=20), steps_of({"max_steps": -1})
-        (60, 1)
-    """
-    limits = [settings.get("max_steps", -1)]
-    if steps_per_epoch and settings.get("limit_train_batches") is None:
-        limits.append((settings.get("max_epochs") or -1) * steps_per_epoch)
-    return min((limit for limit in limits if limit > 0), default=1)

@@ -18,6 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import to_absolute_path
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from recipes.config import ConfigError, build, flatten, quoted
@@ -128,14 +129,17 @@ def logger_of(
     """The logger, if there is one; where a run goes on in its own directory, so do its curves.
 
     What the interrupted run logged after the checkpoint is logged again. TensorBoard is told to forget the first
-    version: everything from the step after the checkpoint's on.
+    version: everything from the step after the checkpoint's on. The table of Lightning's CSVLogger, which would delete
+    it, stays as metrics_part1.csv, and so on.
     """
     if not config.get("logger"):
         return None
     again = checkpoint is not None and path is not None and output_dir in path.parents
-    if not (again and config["logger"]["_target_"].endswith("TensorBoardLogger")):
+    table = output_dir / "metrics.csv"
+    if again and getattr(rank_zero_only, "rank", 0) == 0 and table.is_file():
+        table.replace(output_dir / f"metrics_part{len(list(output_dir.glob('metrics_part*.csv'))) + 1}.csv")
+    if checkpoint is None or not (again and config["logger"]["_target_"].endswith("TensorBoardLogger")):
         return build(config, "logger")
-    assert checkpoint is not None
     return build(config, "logger", purge_step=checkpoint["global_step"] + 1)
 
 

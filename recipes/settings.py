@@ -70,9 +70,13 @@ def check_settings(config: dict[str, Any]) -> None:
             f"ema.decay={ema['decay']} and ema.profiles are two ways to say the same. Write ~ema.decay, which an "
             "experiment may have set, to average by the profiles, or ema=default to average by the decay."
         )
-    iterations = (config.get("scheduler") or {}).get("total_iters", 1)
-    if isinstance(iterations, int) and iterations < 1:  # torch's would stay at the first step's factor for good
-        problems.append(f"scheduler.total_iters={iterations} must be at least 1. For none, choose scheduler=constant.")
+    for key in ("total_iters", "T_max"):  # torch's would stay at the first step's factor for good, or run backwards
+        steps = (config.get("scheduler") or {}).get(key, 1)
+        if isinstance(steps, int) and steps < 1:
+            problems.append(
+                f"scheduler.{key}={steps} must be a number of optimizer steps, at least 1. Write one, or choose "
+                "scheduler=constant for none."
+            )
     problems += monitor_problems(config)
     if problems:
         raise ConfigError(*problems)
@@ -91,6 +95,12 @@ def run_problems(config: dict[str, Any]) -> list[str]:
         for key, (wrong, right) in WRONG.items()
         if settings.get(key) is not None and wrong(settings[key])
     ]
+    interval = settings.get("val_check_interval")
+    if isinstance(interval, float) and settings.get("check_val_every_n_epoch", 1) is None:
+        found.append(
+            f"trainer.val_check_interval={interval} is a share of an epoch, and trainer.check_val_every_n_epoch=null "
+            "counts batches over epochs. Write trainer.check_val_every_n_epoch=1 as well, or a number of batches."
+        )
     found += seed_problems(config)
     for key, kind in (("enable_checkpointing", Checkpoint), ("enable_progress_bar", ProgressBar)):
         made = [name for name, node in callbacks.items() if node and issubclass(_class_of(node), kind)]
@@ -107,17 +117,17 @@ def seed_problems(config: dict[str, Any]) -> list[str]:
 
 
 def monitor_problems(config: dict[str, Any]) -> list[str]:
-    """Callbacks that watch what nobody logs, which Lightning would say after the first validation.
+    """Callbacks and schedules that watch what nobody logs, which Lightning would say after the first validation.
 
     Where somebody else's callback is among them, that one may log it.
     """
-    nodes = {name: node for name, node in (config.get("callbacks") or {}).items() if node}
+    nodes = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items() if node}
     if not all(str(node["_target_"]).startswith(OURS) for node in nodes.values()):
         return []
     known = [*LOGGED, *(["val/loss_raw"] if config.get("ema") else [])]
+    nodes |= {"scheduler": config["scheduler"]} if config.get("scheduler") else {}
     return [
-        f"callbacks.{name}.monitor={monitor}: nothing logs that.{did_you_mean(monitor, known)} Logged are: "
-        f"{', '.join(known)}."
+        f"{name}.monitor={monitor}: nothing logs that.{did_you_mean(monitor, known)} Logged are: {', '.join(known)}."
         for name, node in nodes.items()
         if isinstance(monitor := node.get("monitor"), str)
         and monitor not in known

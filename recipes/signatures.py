@@ -47,7 +47,10 @@ OWNED_BY_GROUPS = {
 """Trainer arguments that a group provides, and what to write instead."""
 
 
-HANDS_ON = {"lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel"}
+HANDS_ON = {
+    "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
+    "recipes.plateau.ReduceLROnPlateau": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+}
 """Classes that take any keyword and hand it on to another, whose keywords are theirs."""
 
 HINTS: dict[str, Any] = {"broadcast_buffers": bool, "bucket_cap_mb": float}
@@ -134,7 +137,7 @@ def _with_handed_on(own: Signature, taker: Any) -> Signature:
     hints = HINTS | {p.name: bool for p in given if isinstance(p.default, bool)}
     names = [p.name for p in given if p.name not in own.names]
     optional = own.optional | {p.name for p in given if p.default is None}
-    return Signature([*own.names, *names], own.required, optional, False, hints | own.hints)
+    return Signature([*own.names, *names], own.required, optional, False, hints | _hints_of(taker) | own.hints)
 
 
 def located(target: str) -> Any:

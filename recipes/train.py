@@ -22,8 +22,10 @@ import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig
 
 from recipes import checks, command_line, dry_run, earlier_runs, first_step, resume, sweep
@@ -31,6 +33,7 @@ from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption
+from recipes.run_length import run_length
 from recipes.run_record import RunRecord
 from recipes.sample_grid import SampleGrid
 from recipes.settings import check_settings
@@ -90,7 +93,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     averaging = [parts["ema"]] if parts["ema"] else []
     logger = {"logger": resume.logger_of(config, checkpoint, ckpt_path, output_dir) or False}
-    once = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    once = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = build(
         config,
         "trainer",
@@ -111,7 +114,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
             parts["optimizer"],
             parts["scheduler"],
             trainer.strategy.root_device,
-            first_step.steps_of(config["trainer"], data.steps_per_epoch),
+            run_length(trainer, data.steps_per_epoch),
         ),
         lambda: checks.check_masters(config, trainer.strategy),
         lambda: checks.check_processes(trainer, config),
@@ -124,10 +127,6 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if problems:
         raise ConfigError(*problems)
     plan = checks.policy_plan(parts["precision"], module)
-    if parts["precision"].policy.compute == "fp16" and trainer.strategy.root_device.type == "cpu":
-        small = sum(param.numel() for param in module.parameters()) < 100_000
-        trial = "" if small else " For a trial add model=unet_tiny."
-        rank_zero_warn(f"precision=fp16 on a CPU is right but about 20 times slower.{trial}")
     if dry:
         dry_run.run_one_batch(trainer, module, data, plan, parts["precision"].masters)
         return trainer
@@ -166,7 +165,15 @@ def report(trainer: L.Trainer, output_dir: Path, config: DictConfig) -> None:
     print(f"steps            {trainer.global_step}")
     print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{loss:.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
-    print(f"curves           tensorboard --logdir {shlex.quote(str(output_dir))}")
+    print(f"curves           {curves(trainer, output_dir)}")
+
+
+def curves(trainer: L.Trainer, output_dir: Path) -> str:
+    """Where they are: the command that shows them, the files of other loggers, or that nothing was logged."""
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        return f"tensorboard --logdir {shlex.quote(str(output_dir))}"
+    others = [str(logger.log_dir or logger.name) for logger in trainer.loggers if not isinstance(logger, DummyLogger)]
+    return ", ".join(others) or "not logged"
 
 
 def interrupted(trainer: L.Trainer, output_dir: Path) -> int:

@@ -1,5 +1,6 @@
 """The audit finds what was planted and nothing else, counts as by hand, and leaves no trace."""
 
+import dataclasses
 import math
 import random
 
@@ -11,6 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from reference import TinyModule, assert_same, loader, make_batches, make_trainer, snapshot
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_recipes import ROOT, cli
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from lightning_mixprec.formats import lost_updates
 from lightning_mixprec.overflow import is_within
 from recipes import audit as recipe
 from recipes import command_line, train
+from recipes.audit_report import show
+from recipes.unet import UNet
 
 WIDTH = 16
 
@@ -485,6 +489,47 @@ def test_table_is_aligned_and_says_why() -> None:
     text = found.to_markdown()
     assert "| net.blocks.4 | Attention | fp32 |" in text
     assert '        - "net.blocks.4"  # its output is not finite' in text
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16"])
+def test_terminal_of_a_hundred_columns_shows_every_figure(compute: str) -> None:
+    """Each cell of `Audit.table`, in one of the tables or in the line of what all layers have in common."""
+    torch.manual_seed(0)
+    net = UNet(1, 10, [8, 16])
+    nn.init.normal_(net.conv_out.weight)
+    batch = torch.randn(4, 1, 8, 8), torch.zeros(4), torch.zeros(4).long()
+    found = audit(net, [batch], lambda model, x: model(*x).square().mean() + 1, policy=compute)
+    console = Console(width=100, record=True)
+    show(found, console)
+    assert console.width == 100
+    lines = console.export_text().splitlines()
+    tables = "\n".join(lines).split("max: largest magnitude")[0]
+    assert max(map(len, tables.splitlines())) <= 100
+    assert all(len(line.rstrip()) <= 104 for line in lines if line.startswith(("max: ", "fp8: ", "the same")))
+    header, *rows = found.table()
+    telling = [i for i in range(3, len(header) - 1) if len({row[i] for row in rows}) > 1]
+    assert 0 < len(telling) < len(header) - 4
+    for row in rows:
+        shown = [line.split() for line in tables.splitlines() if line.split()[:1] == row[:1]]
+        figures = shown[0][3:] + [cell for line in shown[1:] for cell in line[2:]]
+        assert figures == [row[i] for i in telling]
+    (same,) = (line for line in lines if line.startswith("the same in all layers: "))
+    constant = [i for i in range(3, len(header) - 1) if i not in telling]
+    assert sum(len(part.rpartition(": ")[0].split(", ")) for part in same.split(": ", 1)[1].split("; ")) == len(
+        constant
+    )
+
+
+def test_terminal_says_why_a_layer_must_be_fp32_and_widens_for_long_names() -> None:
+    found = audit(made(lambda: Attention(3000.0)), data())
+    console = Console(width=60, record=True, force_terminal=True)
+    show(found, console)
+    text = console.export_text(styles=True)
+    assert "\x1b[31mnet.blocks.4 must be fp32: its output is not finite in fp16" in text
+    long = dataclasses.replace(found, layers=[dataclasses.replace(each, name="x" * 90) for each in found.layers])
+    console = Console(width=60, record=True)
+    show(long, console)
+    assert "x" * 90 + "  Linear" in console.export_text()  # nothing is cut off
 
 
 # The recipe

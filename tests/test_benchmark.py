@@ -142,6 +142,24 @@ def test_recommendation_is_the_fastest_that_learns_and_of_equals_the_smallest() 
     assert recommendation(results).startswith("None of the plugin's modes")
 
 
+def test_recommendation_compares_with_fp32_and_says_when_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU without instructions for bf16, where stock's 16 bits are as slow as the plugin's."""
+    results = {name: Measured([30.0], loss=1.0) for name in ("bf16-mixed", "bf16")}
+    results["32-true"] = Measured([1.0], loss=1.0)
+    expected = (
+        "Take precision=fp32: the fastest of the plugin's modes in 16 bits, precision=bf16, is 30.00 times the step of "
+        "32-true here."
+    )
+    assert recommendation(results, on_cpu=True) == recommendation(results) == expected
+    del results["32-true"]
+    for lacking in (True, False):
+        monkeypatch.setattr("recipes.benchmark_report.lacks_instructions", lambda dtype, lacking=lacking: lacking)
+        advice = recommendation(results, on_cpu=True)
+        assert advice.startswith("Take precision=bf16: 1.00 times the step of bf16-mixed.")
+        assert ("no instructions for bf16" in advice and "add 32-true to modes=[...]" in advice) == lacking
+        assert "instructions" not in recommendation(results)  # a GPU
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

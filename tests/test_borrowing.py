@@ -233,6 +233,8 @@ EDITS = {
     "all state dropped": lambda optimizer, weights: optimizer.state.clear(),
     "moment zeroed": lambda optimizer, weights: optimizer.state[weights[2]]["exp_avg"].zero_(),
     "moment replaced": lambda o, weights: o.state[weights[2]].update(exp_avg=torch.zeros_like(weights[2])),
+    "memory replaced": lambda o, weights: setattr(o.state[weights[2]]["exp_avg"], "data", torch.zeros_like(weights[2])),
+    "memory of steps replaced": lambda o, w: [setattr(o.state[x]["step"], "data", torch.tensor(1.0)) for x in w],
     "moved to a new group": lambda o, w: o.add_param_group({"params": [o.param_groups[0]["params"].pop(1)], "lr": 0.1}),
 }
 

@@ -12,7 +12,7 @@ from reference import loader, make_trainer
 from torch import nn
 
 from lightning_mixprec import MasterWeightPrecision, PrecisionPolicy
-from lightning_mixprec.calls import is_outside, outside
+from lightning_mixprec.autocast import is_outside, outside
 from lightning_mixprec.layers import Fp32Layer, InnerLayer, restore_, swap_, swap_layers_
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,8 +18,9 @@ from torch import nn
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
 from recipes import audit, benchmark, experiments, memory, train_autoencoder
 from recipes.config import ConfigError, build, build_all, check_targets
-from recipes.first_step import check_optimizer, steps_of
+from recipes.first_step import check_optimizer
 from recipes.hints import mismatch
+from recipes.run_length import RunLength
 from recipes.settings import monitor_problems
 from recipes.signatures import problems_in, signature_of
 
@@ -219,7 +220,7 @@ IN_VAIN = {
         "trainer.log_every_n_steps=-1",
         "trainer.max_time=0:00:00:00 must be a duration above 0, 'DD:HH:MM:SS'",
         "seed=-1",
-        "choose scheduler=constant",
+        "scheduler.total_iters=0 must be a number of optimizer steps, at least 1",
         "callbacks.best.monitor=val/lss: nothing logs that. Did you mean 'val/loss'",
         "Write ~ema.decay",
     ],
@@ -251,6 +252,10 @@ IN_VAIN = {
     "model=dit_tiny model.depth=0": ["model.depth=0: recipes.dit.DiT refused"],
     "trainer.devices=2 trainer.use_distributed_sampler=true": ["Write trainer.use_distributed_sampler=false"],
     "trainer.limit_train_batches=0.001": ["that share of an epoch is no batch"],
+    "trainer.val_check_interval=0.5": ["Write trainer.check_val_every_n_epoch=1 as well, or a number of batches"],
+    "trainer.check_val_every_n_epoch=1": ["trainer.val_check_interval=100: an epoch has 11 batches", "=null to count"],
+    "trainer.min_steps=20 trainer.max_steps=12": ["trainer.min_steps=20: the run ends after 12 steps"],
+    "trainer.min_epochs=3 trainer.max_steps=30": ["trainer.min_epochs=3: the run ends after 30 steps, and has 11"],
     "optimizer._target_=torch.optim.SparseAdam scheduler.total_iters=9": ["SparseAdam does not support dense"],
     "optimizer.differentiable=true": ["optimizer.differentiable=True: torch.optim.AdamW refused"],
     "ckpt_path=x=1.ckpt": ["ckpt_path=x=1.ckpt: mismatched", "\"ckpt_path='x=1.ckpt'\""],
@@ -267,12 +272,12 @@ def test_what_would_train_in_vain_or_end_in_a_traceback_is_refused(
 
 
 SCHEDULES = {
-    "CosineAnnealingLR scheduler.T_max=0": "scheduler.T_max=0: .* at step 1 of 8: integer modulo by zero",
+    "CosineAnnealingLR scheduler.T_max=0": "scheduler.T_max=0 must be a number of optimizer steps",
     "StepLR scheduler.step_size=0": "scheduler.step_size=0: .* at step 1 of 8",
     "OneCycleLR scheduler.max_lr=1 scheduler.total_steps=4": "total_steps=4: .* at step 5 of 8",
     "OneCycleLR scheduler.max_lr=1 scheduler.total_steps=7000 trainer.max_steps=8000": "at step 8000 of 8000",
     "ExponentialLR scheduler.gamma=-1": "at step 1 of 8 it sets the learning rate -0.002",
-    "ReduceLROnPlateau": "waits for a metric.*scheduler=warmup",
+    "ReduceLROnPlateau": "none comes before the end of the run.*scheduler=warmup",
 }
 
 
@@ -300,7 +305,7 @@ def test_a_schedule_as_long_as_the_run_is_taken_and_left_as_it_was() -> None:
             partial(torch.optim.SGD, lr=0.1),
             partial(make, max_lr=0.1, total_steps=steps),
             torch.device("cpu"),
-            steps,
+            RunLength(steps),
         )
     assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -329,13 +334,6 @@ def test_the_other_programs_refuse_the_same(
     monkeypatch.chdir(tmp_path)
     assert cli(monkeypatch, *line.split(), program=program) == 2
     assert expected in capfd.readouterr().err
-
-
-def test_steps_are_counted_as_far_as_they_are_known() -> None:
-    assert steps_of({"max_steps": 5, "max_epochs": 1}, 20) == 5
-    assert steps_of({"max_steps": -1, "max_epochs": 2}, 20) == 40
-    assert steps_of({"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3}, 20) == 1
-    assert steps_of({"max_steps": -1, "max_epochs": -1}, 20) == 1
 
 
 def test_limits_that_are_never_reached_and_metrics_of_other_callbacks_are_taken() -> None:

@@ -50,14 +50,14 @@ def sgd(params):
 class Variant(TinyModule):
     """Its `spare` layer takes part in some batches only, if it may; batch 2 of all, rank 1's first, may overflow."""
 
-    def __init__(self, loop, ranks, may_be_unused):
+    def __init__(self, loop, ranks, may_be_unused, done=5):
         super().__init__(sgd)
-        self.loop, self.ranks, self.may_be_unused = loop, ranks, may_be_unused
+        self.loop, self.ranks, self.may_be_unused, self.done = loop, ranks, may_be_unused, done
         self.spare = nn.Linear(4, 4)
         self.automatic_optimization = loop not in ("manual", "no_sync")
 
     def train_dataloader(self):
-        return OfRank(LOOPS[self.loop][0], self.trainer.global_rank, self.ranks, done=5)
+        return OfRank(LOOPS[self.loop][0], self.trainer.global_rank, self.ranks, done=self.done)
 
     def training_step(self, batch, batch_idx):
         x, t, y = batch
@@ -198,27 +198,39 @@ def test_lightnings_own_launchers_train_as_one_process_does(how, mode, launched)
 
 
 @pytest.mark.parametrize("mode", PRECISIONS)
-def test_a_checkpoint_inside_a_window_holds_what_all_ranks_have(mode, slurm):
-    """Rank 0 writes it; the mean over ranks is what the window goes on with."""
-    uninterrupted, resumed = (load(slurm, f"{name}-{mode[0]}-{mode[1]}") for name in ("uninterrupted", "resumed"))
+@pytest.mark.parametrize("how", ["resumed", "resumed within"])
+def test_a_checkpoint_inside_a_window_holds_what_all_ranks_have(how, mode, slurm):
+    """Rank 0 writes it; the mean over ranks is what the window goes on with. A batch that is run again counts once."""
+    uninterrupted, resumed = (load(slurm, f"{name}-{mode[0]}-{mode[1]}") for name in ("uninterrupted", how))
     assert_same(resumed[0]["weights"], resumed[1]["weights"])
     assert resumed[0]["counts"] == uninterrupted[0]["counts"]
     for name, value in resumed[0]["weights"].items():
         torch.testing.assert_close(value, uninterrupted[0]["weights"][name], rtol=0, atol=TOLERANCE[mode], msg=name)
 
 
+class SaveWithin(L.Callback):
+    """Saves a checkpoint to `path` after the backward of a batch, which Lightning has not counted then."""
+
+    def __init__(self, path, batches):
+        self.path, self.batches = path, batches
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
 def resume(directory, precision, reduce_dtype):
     """Train 7 batches in windows of 3, and again from a checkpoint after the 5th, with other weights at the start."""
-    path = directory / f"{precision}-{reduce_dtype}.ckpt"
+    path, within = (directory / f"{precision}-{reduce_dtype}{name}.ckpt" for name in ("", "-within"))
     options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "accumulate_grad_batches": 3}
-    for name, ckpt_path in (("uninterrupted", None), ("resumed", path)):
+    for name, ckpt_path in (("uninterrupted", None), ("resumed", path), ("resumed within", within)):
         scaler = DynamicLossScaler(init_scale=1024) if precision == "fp16" else None
         plugin = MasterWeightPrecision(precision, scaler=scaler, reduce_dtype=reduce_dtype)
         callbacks = [Record(directory, f"{name}-{precision}-{reduce_dtype}")]
-        callbacks += [] if ckpt_path else [SaveAfter(path, 5)]
+        callbacks += [] if ckpt_path else [SaveAfter(path, 5), SaveWithin(within, 5)]
         trainer = make_trainer(plugin, callbacks=callbacks, **options)
         torch.manual_seed(0 if ckpt_path is None else 1)
-        trainer.fit(Variant("windows", 2, False), ckpt_path=ckpt_path)
+        trainer.fit(Variant("windows", 2, False, done=4 if ckpt_path == within else 5), ckpt_path=ckpt_path)
 
 
 def become_slurm() -> None:

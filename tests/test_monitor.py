@@ -327,3 +327,49 @@ def test_the_progress_bar_shows_scale_and_skips():
     options = {"log_every_n_steps": 1, "callbacks": [PrecisionMonitor(), Bar()]}
     make_trainer(plugin, **options).fit(TinyModule(bad={1}), loader(make_batches(3)))
     assert shown[-1] == {"scale": 512.0, "skipped": 1.0}
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_end", "validation_step"])
+def test_metrics_of_the_module_keep_their_values_whatever_their_names(hook):
+    """On the progress bar and for callbacks, in every batch, as without the monitor."""
+
+    class Own(TinyModule):
+        def told(self, value):
+            for name in ("scale", "skipped"):
+                self.log(name, value, prog_bar=True, batch_size=1)
+
+        def training_step(self, batch, batch_idx):
+            if hook == "training_step":
+                self.told(batch_idx + 100.0)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if hook == "on_train_batch_end":
+                self.told(batch_idx + 100.0)
+
+        def validation_step(self, batch, batch_idx):
+            if hook == "validation_step":
+                self.told(200.0)
+
+    class Look(L.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_start(self, trainer, *_):
+            metrics = {**trainer.callback_metrics}, {**trainer.progress_bar_metrics}
+            self.seen.append([[float(each[name]) for name in ("scale", "skipped") if name in each] for each in metrics])
+
+    seen = []
+    for callbacks in ([], [PrecisionMonitor()]):
+        torch.manual_seed(0)
+        look = Look()
+        options = {"log_every_n_steps": 1, "callbacks": [*callbacks, look], "val_check_interval": 2}
+        trainer = make_trainer(MasterWeightPrecision("fp16", DynamicLossScaler(init_scale=1024)), **options)
+        for _ in range(2):  # also in a second fit
+            trainer.fit_loop.epoch_progress.reset()
+            trainer.fit(Own(), loader(make_batches(5)), loader(make_batches(1)))
+        seen.append(look.seen)
+    stock, monitored = seen
+    assert sum(bool(batch[0]) for batch in stock) == (8 if hook != "validation_step" else 6)
+    for theirs, ours in zip(stock, monitored, strict=True):
+        assert not theirs[0] or theirs == ours

@@ -227,11 +227,13 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def test_fsdp2_on_two_processes_of_one_command(tmp_path: Path) -> None:
-    command = ["recipes.train", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=2"]
-    process = start([*command, *TINY, "model=dit_tiny"], tmp_path)
+    command = ["recipes.train", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "model=dit_tiny"]
+    length = ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.limit_train_batches=4"]
+    process = start([*command, *TINY, *length, "trainer.accumulate_grad_batches=2"], tmp_path)
     shown = finish(process)
     assert process.returncode == 0, shown[-3000:]
-    assert "128 images per step = 64 per batch x 2 process(es) x 1 accumulated; 11 steps per epoch\n" in shown
+    assert "= 32 per batch x 2 process(es) x 2 accumulated; 2 steps per epoch, 2 in all\n" in shown
+    assert "steps            2\n" in shown
     assert shown.count("validation loss") == 1
     (run,) = (tmp_path / "outputs" / "digits_unet").iterdir()
     assert_one_run(run, step=2)

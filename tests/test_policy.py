@@ -1,6 +1,7 @@
 """What a policy means for a model."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -397,3 +398,34 @@ def test_fp32_policy_leaves_everything_alone():
     plan = PrecisionPolicy("fp32").resolve(TinyNet())
     assert set(plan.kinds.values()) == {"compute"}
     assert set(plan.values()) == {FP32}
+
+
+def test_a_plan_shows_equal_blocks_once_and_knows_them_all():
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.inner = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Linear(1, 4)
+            self.blocks = nn.ModuleList([*(Block(4) for _ in range(12)), Block(8)])
+            self.out = nn.Linear(4, 1)
+
+    model = Net()
+    plan = PrecisionPolicy("bf16", fp32_defaults=False).resolve(model)
+    names = [line.split("  ")[0] for line in str(plan).splitlines()]
+    tail = ["blocks.12.norm", "blocks.12.inner.0-1 x2", "out"]
+    assert names == ["layer", "stem", "blocks.0-11.norm x12", "blocks.0-11.inner.0-1 x24", *tail]
+    assert len(plan) == 2 + 13 * 3
+    # What differs in anything stands by itself.
+    apart = PrecisionPolicy("bf16", fp32=["blocks.3", "blocks.7.inner.1"], fp32_defaults=False).resolve(model)
+    rows = {line.split("  ")[0]: line for line in str(apart).splitlines()}
+    assert "float32" in rows["blocks.3.inner.0-1 x2"]
+    assert "float32" in rows["blocks.7.inner.1"]
+    assert "bfloat16" in rows["blocks.7.inner.0"]
+    assert {"blocks.0-2.norm x3", "blocks.4-6.inner.0-1 x6", "blocks.8-11.norm x4"} <= rows.keys()
+    multiples = [re.search(r" x(\d+)$", name) for name in rows if name != "layer"]
+    assert sum(int(found[1]) if found else 1 for found in multiples) == len(apart)

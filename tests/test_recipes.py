@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import re
@@ -593,6 +594,36 @@ def test_logger_none_works_on_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert cli(monkeypatch, *SHORT, "logger=none", "trainer.max_steps=2", f"hydra.run.dir={tmp_path}/run") == 0
     assert checkpoint(tmp_path / "run")["global_step"] == 2
     assert not list(tmp_path.rglob("events.out.*"))
+
+
+def test_logger_csv_has_the_curves_and_keeps_those_of_before(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = [*SHORT, "precision=fp32", "logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=2"]
+    options += ["~callbacks.samples", "data.batch_size=32", f"hydra.run.dir={run}"]
+
+    def rows(name: str) -> dict[str, list[int]]:
+        with (run / name).open() as file:
+            table = list(csv.DictReader(file))
+        return {tag: [int(row["step"]) for row in table if row.get(tag)] for tag in ("train/loss", "val/loss")}
+
+    assert cli(monkeypatch, *options, "trainer.max_steps=4") == 0
+    assert f"curves           {run}" in capfd.readouterr().out
+    first = {"train/loss": [0, 1, 2, 3], "val/loss": [2, 4]}
+    assert rows("metrics.csv") == first
+    assert cli(monkeypatch, *options, "trainer.max_steps=6", "ckpt_path=auto") == 0
+    assert rows("metrics.csv") == {"train/loss": [4, 5], "val/loss": [6]}
+    assert rows("metrics_part1.csv") == first
+
+
+@pytest.mark.parametrize("option", ["logger=none", "trainer.fast_dev_run=true"])
+def test_curves_that_nobody_logs_are_not_offered(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    options = [*SHORT, "precision=fp32", "trainer.max_steps=1", "data.batch_size=32", option]
+    assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert "curves           not logged\n" in capfd.readouterr().out
 
 
 def test_last_skips_runs_that_failed(

@@ -1,0 +1,140 @@
+"""Says when user code changes 16-bit weights by hand and it is lost, or averages their roundings.
+
+Why it exists: nothing shows afterwards that `p.mul_(0.9999)` was ever called in a hook: a decay of one's own, noise, an
+average with a teacher. A run of it would end well, without it.
+
+It has to be seen while it happens: in some batches, but for forward and backward, torch hands every operation to a
+dispatch mode. That is after 0, 1, 2, 4, 8, ... steps, at the end of an epoch, and in batches that follow if the
+parameters' versions show that they are written to. `p.data = ...` needs no mode: other memory that holds the same is
+noticed by the bucket.
+
+What it leaves out: values that are put there (`copy_`, `clamp_`, `load_state_dict`), which are right in 16 bits and
+which masters adopt, unless they are the old ones again and again; what is written in forward, where norms are enforced
+again and again and the masters get there when 16 bits show it; and writes that torch does not see, through NumPy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from lightning_mixprec.edits_seen import LostEdits, RoundedAverages, Weights
+from lightning_mixprec.master import MasterWeights
+
+_TIMES = 3  # that the same values are written before it is taken for a change that was to be
+_FOLLOWED = 256  # batches, at least, once versions have shown writes
+_LOST = (
+    "changed by hand, outside the optimizer, and of the change 16 bits show too little: a small decay, average or "
+    "noise rounds away in them. Write into the fp32 weights: `with trainer.precision_plugin.fp32_weights(pl_module) as "
+    "weights: weights[name].mul_(...)`. Or keep the layer in fp32 with PrecisionPolicy(fp32=[...])."
+)
+_ROUNDED = (
+    "averaged by hand, and what was read for it are their 16-bit roundings, not the fp32 weights. Use "
+    "lightning_mixprec.MasterWeightAveraging, or read `with trainer.precision_plugin.fp32_weights(pl_module) as "
+    "weights: average.lerp_(weights[name], 0.001)`."
+)
+
+
+class EditWatch(TorchDispatchMode):
+    """Watches 16-bit weights between steps.
+
+    Args:
+        masters: What stands behind them.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> masters = MasterWeights(net, {"weight": torch.bfloat16})
+        >>> masters.allocate()
+        >>> watch = EditWatch(masters)
+        >>> watch.open_()
+        >>> _ = net.weight.data.mul_(0.9999)
+        >>> watch.close_()
+        >>> next(watch.reports(net))[:41]
+        "1 parameter ('weight'): changed by hand, "
+    """
+
+    supports_higher_order_operators = True  # hands them on
+
+    def __init__(self, masters: MasterWeights) -> None:
+        super().__init__()
+        self._masters = masters
+        self._weights = Weights()
+        self._lost, self._rounded = LostEdits(_TIMES), RoundedAverages()
+        self._unsaid: list[tuple[LostEdits | RoundedAverages, str]] = [(self._lost, _LOST), (self._rounded, _ROUNDED)]
+        self._steps = self._follow = 0
+        self._versions = -1  # sum of them, as of the last look
+        self._due = True
+        self._stepped = self._entered = self._open = False
+        self._process = os.getpid()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled run compiled."""
+        return True
+
+    def begin_batch(self) -> None:
+        """A batch begins; decides whether it is looked at, also after its step. Closed by now."""
+        if not self._stepped:
+            return
+        self._stepped = False
+        self._steps += 1
+        self._follow = max(0, self._follow - 1)
+        self._due = self._steps & (self._steps - 1) == 0
+        if self._due:
+            before, self._versions = self._versions, sum(param._version for param in self._masters)
+            if before not in (-1, self._versions):
+                self._follow = max(_FOLLOWED, self._steps // 4)  # long enough for whatever comes every so many steps
+            for bucket in self._masters.buckets:
+                self._lost.found.update(bucket.params[place] for place in bucket.unshown(_TIMES))
+
+    def stepped(self) -> None:
+        """An optimizer has made a step in this batch."""
+        self._stepped = True
+
+    def open_(self, *, always: bool = False) -> None:
+        """User code may come now, and no forward or backward: before these, :meth:`close_`.
+
+        Args:
+            always: Whatever the batch.
+        """
+        if self._open or not self._unsaid or not (self._due or self._follow or always):
+            return
+        if not self._entered:
+            if _get_current_dispatch_mode_stack():
+                return  # the user's, who could not leave it before this one
+            self.__enter__()
+            self._entered = True
+        self._weights = Weights(self._masters.buckets)
+        self._open = True
+
+    def close_(self) -> None:
+        """Stop looking, and judge what was seen. Waits for the device if there was something."""
+        if self._entered and _get_current_dispatch_mode_stack()[-1:] == [self]:  # else beneath one of the user's
+            self.__exit__(None, None, None)
+            self._entered = False
+        if self._open:
+            self._open, self._weights = False, Weights()
+            self._lost.judge()
+            self._rounded.judge()
+
+    def reports(self, module: nn.Module) -> Iterator[str]:
+        """Warnings about ``module``, each once."""
+        for finder, words in [(finder, words) for finder, words in self._unsaid if finder.found]:
+            self._unsaid.remove((finder, words))
+            names = [name for name, param in module.named_parameters() if param in finder.found]
+            shown = f"{', '.join(map(repr, names[:3]))}{', ...' * (len(names) > 3)}"
+            yield f"{len(names)} parameter{'s' * (len(names) != 1)} ({shown}): {words}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Do as asked, and look at it."""
+        kwargs = kwargs or {}
+        if not self._open or os.getpid() != self._process:  # a worker of a loader, forked meanwhile
+            return func(*args, **kwargs)
+        result = self._lost.call(func, args, kwargs, self._weights, lambda: func(*args, **kwargs))
+        self._rounded.look(func, args, result, self._weights)
+        return result

@@ -1,0 +1,186 @@
+"""What an operation on 16-bit weights means: a change that is lost, or an average of roundings.
+
+Why it exists: `p.mul_(0.9999)` changes no element of a 16-bit parameter, and `average.mul_(0.999).add_(p, alpha=0.001)`
+reads its rounding in place of the weight. Neither can be told afterwards from what stands in memory, but from the
+operation: arithmetic in place is done again in fp32, to see how much of the change the 16 bits took.
+
+What it leaves out: when operations are looked at (:mod:`lightning_mixprec.edit_watch`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_mixprec.storage import Bucket
+from lightning_mixprec.widening import HALF
+
+# In place or with `out=`, of one tensor or of a list. `clamp_` is none: a bound of 0.01 is another in 16 bits.
+_ARITHMETIC = {"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"}
+_TOO_LITTLE = 0.75  # of a change
+_NO_CHANGE = 1e-6  # of a weight: fp32's own rounding
+
+
+class Weights:
+    """Which 16-bit weight a tensor is, or is a part of, by its memory.
+
+    Args:
+        buckets: All of them.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
+        self._buckets = {each.half.untyped_storage().data_ptr(): (each, each.writes) for each in buckets}
+
+    def of(self, tensor: Any) -> nn.Parameter | None:
+        """The weight, or None if it is something else."""
+        if not isinstance(tensor, Tensor) or tensor.dtype not in HALF or tensor.layout != torch.strided:
+            return None
+        bucket, _ = self._buckets.get(tensor.untyped_storage().data_ptr(), (None, 0))
+        if bucket is None:
+            return None
+        return bucket.params[bisect_right(bucket.starts, tensor.storage_offset() - bucket.half.storage_offset()) - 1]
+
+    def is_put_by_masters(self, tensor: Tensor) -> bool:
+        """They put 16-bit values to views of a bucket's memory, and ``load_state_dict`` puts them after they have."""
+        bucket, writes = self._buckets[tensor.untyped_storage().data_ptr()]
+        return tensor._is_view() or bucket.writes != writes
+
+
+class LostEdits:
+    """Finds changes of weights that 16 bits do not show.
+
+    Args:
+        times: In how many windows the same values are put before it is taken for a change that was to be.
+
+    Attributes:
+        found: The weights.
+    """
+
+    def __init__(self, times: int) -> None:
+        self.found: set[nn.Parameter] = set()
+        self._times = times
+        self._changes: list[tuple[nn.Parameter, Tensor]] = []  # in this window: change * arrived, change^2, weight^2
+        self._same: dict[nn.Parameter, list[Tensor]] = {}  # for each put: whether it was what stood there
+        self._puts: dict[nn.Parameter, int] = {}  # in how many windows it was
+
+    def call(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights, run: Callable[[], Any]
+    ) -> Any:
+        """The result of ``run``, which calls ``func``; with a look at it if it writes to a weight."""
+        name, places = _name(func), _write_places(func)
+        if not places or not (name in _ARITHMETIC or name == "copy"):
+            return run()
+        tensors = tree_leaves([args[at] if at < len(args) else kwargs.get(key) for at, key in places])
+        written = [(param, each) for each in tensors if (param := weights.of(each)) is not None]
+        if name == "copy":
+            written = [(param, each) for param, each in written if not weights.is_put_by_masters(each)]
+        if not written:
+            return run()
+        before = [each.float() for _, each in written]
+        wanted = before if name == "copy" else _in_fp32(func, args, kwargs, [each for _, each in written])
+        result = run()
+        for (param, tensor), old, new in zip(written, before, wanted, strict=True):
+            change, arrived = new - old, tensor.float() - old
+            if name == "copy":
+                self._same.setdefault(param, []).append((arrived == 0).all())
+            else:
+                sums = (change * arrived).sum(), change.square().sum(), old.square().sum()
+                self._changes.append((param, torch.stack(sums)))
+        return result
+
+    def judge(self) -> None:
+        """A window ends. Waits for the device if there was something."""
+        for param, sums in self._changes:
+            arrived, wanted, weight = sums.tolist()
+            if wanted > _NO_CHANGE**2 * weight and arrived < _TOO_LITTLE * wanted:
+                self.found.add(param)
+        for param, same in self._same.items():
+            if len(same) == 1 and same[0]:  # several: something is put there for a while, and the old values back
+                self._puts[param] = self._puts.get(param, 0) + 1
+                if self._puts[param] >= self._times:
+                    self.found.add(param)
+        self._changes, self._same = [], {}
+
+
+class RoundedAverages:
+    """Finds sums in which something wider meets a 16-bit weight, or a product of one: averages of roundings.
+
+    Attributes:
+        found: The weights.
+    """
+
+    def __init__(self) -> None:
+        self.found: set[nn.Parameter] = set()
+        self._products: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}  # by identity, in this window
+
+    def look(self, func: Any, args: Sequence[Any], result: Any, weights: Weights) -> None:
+        """At ``func``, which has been called."""
+        if _name(func) == "mul" and not _write_places(func):
+            param = weights.of(args[0])
+            if param is not None and isinstance(result, Tensor) and result.shape == param.shape:
+                self._products[id(result)] = weakref.ref(result), param
+        elif _name(func) == "add" and len(args) > 1:
+            for one, other in _pairs(args[0], args[1]):
+                for wide, half in ((one, other),) if _write_places(func) else ((one, other), (other, one)):
+                    param = self._weight_in(half, weights)
+                    if param is None or wide.dtype in HALF or not wide.is_floating_point():
+                        continue
+                    if param.grad is None or param.grad.data_ptr() != wide.data_ptr():  # a decay of the user's own
+                        self.found.add(param)
+
+    def _weight_in(self, tensor: Tensor, weights: Weights) -> nn.Parameter | None:
+        product, param = self._products.get(id(tensor), (None, None))
+        if product is None or product() is not tensor:
+            param = weights.of(tensor)
+        return param if param is not None and param.shape == tensor.shape else None
+
+    def judge(self) -> None:
+        """A window ends."""
+        self._products.clear()
+
+
+def _pairs(ones: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors of one shape that belong together, in two tensors or two lists."""
+    lists = isinstance(ones, (list, tuple)) and isinstance(others, (list, tuple))
+    for one, other in zip(ones, others, strict=False) if lists else [(ones, others)]:
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
+            yield one, other
+
+
+def _in_fp32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: list[Tensor]) -> list[Tensor]:
+    """What would stand in ``written`` after ``func``."""
+    wide = {id(tensor): tensor.float() for tensor in written}
+
+    def widened(tensor: Tensor) -> Tensor:
+        return wide[id(tensor)] if id(tensor) in wide else tensor.float() if tensor.dtype in HALF else tensor
+
+    func(*tree_map_only(Tensor, widened, args), **tree_map_only(Tensor, widened, dict(kwargs)))
+    return [wide[id(tensor)] for tensor in written]
+
+
+@lru_cache
+def _name(func: Any) -> str:
+    """Without what says whether it is in place, and of a list."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return ""
+    return str(func._schema.name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_"))
+
+
+@lru_cache
+def _write_places(func: Any) -> list[tuple[int, str]]:
+    """Where ``func`` has the arguments that it writes to."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
+    arguments: Sequence[Any] = func._schema.arguments
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -1,0 +1,143 @@
+"""Averages of weights that user code keeps are fed with the fp32 values.
+
+Why it exists: torch's ``AveragedModel`` and diffusers' ``EMAModel`` read the module's parameters, which are 16-bit
+while training, and an average of roundings is no better than a rounding; some of torch's averaging functions do not
+take 16 bits at all. For the length of fit their methods are given fp32 values instead, and what they write into these
+becomes the weights'.
+
+What it leaves out: averages made by hand, which nothing gives away, and the project's own
+(:mod:`lightning_mixprec.callbacks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.widening import HALF
+
+_WRITING = ("copy_to", "restore")
+
+
+class Feeding:
+    """Gives averages fp32 values, until :meth:`end`.
+
+    Args:
+        masters: Where the values are.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> module = nn.ModuleList([net, AveragedModel(net)])
+        >>> nn.init.constant_(net.weight, 0.1).dtype
+        torch.float32
+        >>> masters = MasterWeights(net, {"weight": torch.bfloat16})
+        >>> feeding = Feeding(masters)
+        >>> feeding.begin(module.modules())
+        >>> module[1].update_parameters(net)
+        >>> module[1].module.weight, net.weight.dtype
+        (Parameter containing:
+        tensor([[0.1000, 0.1000]], requires_grad=True), torch.bfloat16)
+        >>> feeding.end()
+    """
+
+    def __init__(self, masters: MasterWeights) -> None:
+        self._masters = masters
+        self._fed: list[tuple[Any, str]] = []
+
+    def begin(self, owners: Iterable[Any]) -> None:
+        """Feed those that are among ``owners`` (modules, callbacks) and their attributes."""
+        for owner in owners:
+            for each in (owner, *vars(owner).values()):
+                names = fed_methods(each)
+                if names and names[0] not in vars(each):
+                    _widen_shadows(each)
+                    each.__dict__.update((name, _Fed(each, name, self._masters)) for name in names)
+                    self._fed += [(each, name) for name in names]
+
+    def end(self) -> None:
+        """Leave them as found."""
+        for each, name in self._fed:
+            each.__dict__.pop(name, None)
+        self._fed.clear()
+
+
+def fed_methods(average: Any) -> list[str]:
+    """The methods by which ``average`` reads and writes the weights, if it is of a kind that is known.
+
+    Example:
+        >>> fed_methods(AveragedModel(nn.Linear(1, 1))), fed_methods(nn.Linear(1, 1))
+        (['update_parameters'], [])
+    """
+    if isinstance(average, AveragedModel):
+        return ["update_parameters"]
+    like_diffusers = "shadow_params" in getattr(average, "__dict__", {})
+    names = ["step", "store", *_WRITING]
+    return names if like_diffusers and all(callable(getattr(average, name, None)) for name in names) else []
+
+
+def averaged_names(module: nn.Module) -> set[str]:
+    """Names of parameters that are averages: nothing trains them, whoever holds them.
+
+    Example:
+        >>> averaged_names(nn.Sequential(nn.Linear(1, 1, bias=False), AveragedModel(nn.Linear(1, 1, bias=False))))
+        {'1.module.weight'}
+    """
+    inside = [(name, each) for name, each in module.named_modules() if isinstance(each, AveragedModel)]
+    averages = {param for _, each in inside for param in each.parameters()}
+    return {name for name, param in module.named_parameters() if param in averages}
+
+
+class _Fed:
+    """The method ``name`` of ``average``, given fp32 values. A copy, or a pickle, is the method as it was."""
+
+    def __init__(self, average: Any, name: str, masters: MasterWeights) -> None:
+        self._average, self._name, self._masters = average, name, masters
+
+    def __call__(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        shown = _Shown(weights, self._masters)
+        given: Any = shown if self._name == "update_parameters" else shown.tensors
+        result = getattr(type(self._average), self._name)(self._average, given, *args, **kwargs)
+        if self._name in _WRITING:
+            with torch.no_grad():
+                for param, value in zip(shown.params, shown.tensors, strict=True):
+                    if value is not param:
+                        self._masters.write(param, value.detach())
+        return result
+
+    def __reduce__(self) -> Any:
+        return _as_it_was, (self._average, self._name)
+
+
+class _Shown:
+    """What ``AveragedModel.update_parameters`` asks of a module."""
+
+    def __init__(self, weights: nn.Module | Iterable[nn.Parameter], masters: MasterWeights) -> None:
+        self._module = weights if isinstance(weights, nn.Module) else None
+        self.params = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
+        # Of those that are fp32 themselves there is no copy: what is written to them is written.
+        self.tensors = [
+            masters.peek(param).clone().requires_grad_(param.requires_grad) if param in masters else param
+            for param in self.params
+        ]
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def buffers(self) -> Iterator[Tensor]:
+        yield from () if self._module is None else self._module.buffers()
+
+
+def _as_it_was(average: Any, name: str) -> Any:
+    return getattr(type(average), name).__get__(average)
+
+
+def _widen_shadows(average: Any) -> None:
+    """An average begun in the middle of a fit, from 16-bit parameters, is fp32 from here on."""
+    shadows = getattr(average, "shadow_params", None)
+    if isinstance(shadows, list):
+        shadows[:] = [each.float() if isinstance(each, Tensor) and each.dtype in HALF else each for each in shadows]

@@ -1,0 +1,200 @@
+"""Averages of torch and diffusers kept in a fit of 16-bit weights are those of the fp32 weights."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from reference import assert_same, loader, make_trainer, snapshot
+from test_edits import PLUGINS
+from torch import nn
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
+
+from lightning_mixprec import MasterWeightPrecision
+
+STOCK = {
+    "default": dict,
+    "ema": lambda: {"avg_fn": get_ema_avg_fn(0.9)},
+    "ema, multi": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "swa": lambda: {"avg_fn": get_swa_avg_fn()},
+    "swa, multi": lambda: {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "with buffers": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+}
+
+
+class Net(L.LightningModule):
+    """Two layers that hardly move: 16-bit weights would not at all."""
+
+    def __init__(self, make=None, when="init", held=False, update=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))
+        self.make, self.when, self.held, self.update = make, when, held, update
+        self.history = []
+        self.begin("init")
+
+    def begin(self, when):
+        if self.make is not None and self.when == when:
+            self.ema = self.make(self.net)
+
+    def on_train_start(self):
+        self.begin("start")
+
+    def training_step(self, batch, batch_idx):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(batch_idx))
+        return (self.net(x).float() - x.flip(1)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated = {name: value for name, value in snapshot(self).items() if name.startswith("net")}
+        self.rounded = self.net[0].weight.detach().clone()
+
+    def on_train_batch_end(self, *_):
+        self.history.append({name: value.double() for name, value in snapshot(self.net).items()})
+        if self.make is not None:
+            update = self.update or (lambda module: module.ema.update_parameters(module.net))
+            update(self)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters() if self.held else self.net.parameters(), lr=1e-4)
+
+
+def fit(module, plugin=None, batches=20, **kwargs):
+    make_trainer(plugin or MasterWeightPrecision("bf16"), **kwargs).fit(module, loader(range(batches)), loader([0]))
+    return module
+
+
+def averaged(history, share):
+    total = dict(history[0])
+    for n, weights in enumerate(history[1:], start=1):
+        total = {name: torch.lerp(value, weights[name], share(n)) for name, value in total.items()}
+    return total
+
+
+@pytest.mark.parametrize(("when", "held"), [("init", False), ("init", True), ("start", False)])
+@pytest.mark.parametrize("kind", STOCK)
+def test_a_stock_averaged_model_averages_the_fp32_weights(kind, when, held):
+    """Within the rounding of fp32, of weights that 16 bits know to 4e-4; an optimizer may hold the average, too."""
+    module = fit(Net(lambda net: AveragedModel(net, **STOCK[kind]()), when, held))
+    share = (lambda n: 1 / (n + 1)) if kind in ("default", "swa", "swa, multi") else (lambda n: 0.1)
+    for name, value in averaged(module.history, share).items():
+        found = module.ema.module.state_dict()[name]
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-7)
+    assert "update_parameters" not in vars(module.ema)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "split", "none"])
+def test_with_other_masters(kind):
+    module = fit(Net(lambda net: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))), PLUGINS[kind]())
+    for name, value in averaged(module.history, lambda n: 0.1).items():
+        torch.testing.assert_close(module.ema.module.state_dict()[name].double(), value, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("when", ["init", "start"])
+def test_the_average_of_diffusers_is_that_of_the_fp32_weights(when, foreach):
+    """Validated with, and put away again without a trace, on every epoch."""
+    training_utils = pytest.importorskip("diffusers.training_utils")
+
+    class Swaps(Net):
+        def on_validation_start(self):
+            self.ema.store(self.net.parameters())
+            self.ema.copy_to(self.net.parameters())
+
+        def on_validation_end(self):
+            self.ema.restore(self.net.parameters())
+
+    def make(net):
+        return training_utils.EMAModel(net.parameters(), decay=0.9, min_decay=0.9, foreach=foreach)
+
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    module = fit(Swaps(make, when, update=lambda m: m.ema.step(m.net.parameters())), **options)
+    assert_same(snapshot(module.net), snapshot(fit(Net(), **options).net))
+    # The first step of `EMAModel` copies only if its decay is 0; an average begun after the start of fit is a rounding.
+    first = snapshot(Net().net) if when == "init" else {n: v.bfloat16() for n, v in snapshot(Net().net).items()}
+    expected = averaged([{name: value.double() for name, value in first.items()}, *module.history], lambda n: 0.1)
+    for found, (name, value) in zip(module.ema.shadow_params, expected.items(), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-6)
+        torch.testing.assert_close(module.validated[f"net.{name}"], found, rtol=0, atol=0)
+    assert module.rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(module.rounded.float(), module.validated["net.0.weight"], rtol=2**-8, atol=0)
+    assert not {"step", "copy_to"} & vars(module.ema).keys()
+
+
+def test_one_kept_by_a_callback_and_copied_in_mid_fit():
+    class Keeps(L.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            self.ema = AveragedModel(pl_module.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.ema.update_parameters(pl_module.net)
+            self.copied = copy.deepcopy(self.ema)
+
+    keeps = Keeps()
+    module = fit(Net(), callbacks=keeps)
+    for name, value in averaged(module.history, lambda n: 0.1).items():
+        torch.testing.assert_close(keeps.ema.module.state_dict()[name].double(), value, rtol=0, atol=2e-7)
+    assert_same(snapshot(keeps.copied), snapshot(keeps.ema))
+    keeps.copied.update_parameters(module.net)
+    assert keeps.copied.n_averaged == keeps.ema.n_averaged + 1
+
+
+def test_an_average_by_hand_that_mixes_dtypes_is_an_error_with_the_remedy():
+    def update(module):
+        with torch.no_grad():
+            for average, param in zip(module.ema.parameters(), module.net.parameters(), strict=True):
+                average.lerp_(param, 0.1)
+
+    with pytest.raises(RuntimeError, match="expected dtype") as error:
+        fit(Net(copy.deepcopy, update=update))
+    assert "MasterWeightAveraging" in error.value.__notes__[0]
+    assert "fp32_weights" in error.value.__notes__[0]
+
+
+AVERAGES = {
+    "in place": (lambda average, param: average.mul_(0.9).add_(param, alpha=0.1), 1),
+    "of data": (lambda average, param: average.data.mul_(0.9).add_(param.data, alpha=0.1), 1),
+    "copied": (lambda average, param: average.copy_(average * 0.9 + param * 0.1), 1),
+    "replaced": (lambda average, param: setattr(average, "data", 0.9 * average.data + 0.1 * param.data), 1),
+    "of a list": (lambda average, param: torch._foreach_add_([average], [param], alpha=0.1), 1),
+    "a copy": (lambda average, param: average.copy_(param), 0),
+    "a distance": (lambda average, param: (average - param).norm(), 0),
+    "decay in the gradient": (lambda average, param: param.grad is None or param.grad.add_(param, alpha=0.1), 0),
+}
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_an_average_of_roundings_by_hand_is_reported(how, recwarn):
+    update, count = AVERAGES[how]
+
+    @torch.no_grad()
+    def updates(module):
+        for average, param in zip(module.ema.parameters(), module.net.parameters(), strict=True):
+            update(average, param)
+
+    class Decays(Net):
+        def on_before_optimizer_step(self, _):
+            if "gradient" in how:
+                updates(self)
+
+    fit(Decays(lambda net: copy.deepcopy(net).requires_grad_(False), update=updates), batches=3)
+    found = [str(each.message) for each in recwarn if "averaged by hand" in str(each.message)]
+    assert len(found) == count
+    for report in found:
+        for words in ("4 parameters ('net.0.weight'", "MasterWeightAveraging", "fp32_weights(pl_module)"):
+            assert words in report
+
+
+def test_nothing_is_said_where_weights_are_fp32(caplog):
+    module = fit(Net(AveragedModel), MasterWeightPrecision("fp32"))
+    assert "average" not in caplog.text
+    plain = Net(AveragedModel)
+    make_trainer(None).fit(plain, loader(range(20)), loader([0]))
+    assert_same(snapshot(module), snapshot(plain))

@@ -1,0 +1,56 @@
+"""What is said about a CPU without 16-bit instructions is what a clock would say."""
+
+import logging
+import time
+
+import pytest
+import torch
+from reference import TinyModule, loader, make_batches, make_trainer
+
+from lightning_mixprec import MasterWeightPrecision, PrecisionPolicy
+from lightning_mixprec.processor import lacks_instructions, slowness
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_torch_tells_by_private_names_that_this_version_has(dtype):
+    """`torch.ops.mkldnn._is_mkldnn_bf16_supported` and its sister are asked; without them nothing would be said."""
+    assert torch.backends.mkldnn.is_available()
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    found = getattr(torch.ops.mkldnn, names[dtype])()
+    assert isinstance(found, bool)
+    assert lacks_instructions(dtype) is not found
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_clock_agrees(dtype):
+    def seconds(dtype):
+        a = torch.ones(256, 256, dtype=dtype)
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            a @ a
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    ratio = seconds(dtype) / seconds(torch.float32)
+    assert ratio > 4 if lacks_instructions(dtype) else ratio < 8
+
+
+def test_nothing_is_said_where_torch_does_not_tell(monkeypatch):
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    assert [slowness(dtype) for dtype in HALF] == ["", ""]
+
+
+@pytest.mark.parametrize("lacking", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_fit_says_it_once_at_its_start(precision, lacking, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_mixprec.processor.lacks_instructions", lambda dtype: lacking and dtype in HALF)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        trainer = make_trainer(MasterWeightPrecision(PrecisionPolicy(precision)))
+        trainer.fit(TinyModule(), loader(make_batches(3)), loader(make_batches(1)))
+        trainer.validate(TinyModule(), loader(make_batches(1)), verbose=False)
+    said = [record.getMessage() for record in caplog.records if "instructions" in record.getMessage()]
+    assert len(said) == (lacking and precision != "fp32")
+    assert not said or f"no {precision} instructions" in said[0]
