@@ -33,6 +33,8 @@ from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption
+from recipes.logged_steps import LoggedSteps
+from recipes.own_settings import OwnSettings
 from recipes.run_length import run_length
 from recipes.run_record import RunRecord
 from recipes.sample_grid import SampleGrid
@@ -99,12 +101,15 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         "trainer",
         plugins=[parts["precision"], WholeFiles()],
         strategy=parts["strategy"] or "auto",
-        callbacks=[*averaging, dry_run.OneBatch()] if dry else [*callbacks, *averaging, RunRecord(config)],
+        callbacks=[*averaging, dry_run.OneBatch()]
+        if dry
+        else [LoggedSteps(), *callbacks, *averaging, OwnSettings(config), RunRecord(config)],
         **(once if dry else logger),
     )
     problems: list[str] = []
     for check in (
         lambda: resume.check_fits(checkpoint, config, module, ckpt_path) if checkpoint and ckpt_path else None,
+        lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
         lambda: checks.check_sampler(config, parts["sampler"], module),
