@@ -545,7 +545,6 @@ def test_an_unknown_optimizer_is_said_to_be_unknown() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["+trainer.overfit_batches=2"], "trainer.limit_train_batches=NUMBER"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval=0 must be"),
         (["dry_run=meta", "ema.decay=7"], "decay=7"),
     ],

@@ -116,16 +116,41 @@ def test_a_cosine_that_rises_again_before_the_end_is_told_the_steps_of_the_run(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*T_max.*")
         assert cli(monkeypatch, *options, "scheduler.T_max=8") == 0
-    assert cli(monkeypatch, *options) == 2
+    assert cli(monkeypatch, *options, "scheduler.T_max=-1") == 2
     assert "scheduler.T_max=-1 must be a number of optimizer steps" in capfd.readouterr().err
+    assert cli(monkeypatch, *options, "trainer.max_epochs=-1") == 2
+    assert "scheduler.T_max: a cosine ends with the run, and nothing says after" in capfd.readouterr().err
 
 
-def test_a_cosine_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = [*SHORT[:3], "precision=fp32", "scheduler=cosine", "trainer.max_steps=4", "~callbacks.samples"]
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ["trainer.max_steps=4"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=2", "trainer.limit_train_batches=2"],
+        ["trainer.max_epochs=1", "trainer.limit_train_batches=4"],  # long before the experiment's 400 steps
+    ],
+)
+def test_a_cosine_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: list[str]) -> None:
+    options = [*SHORT[:3], "precision=fp32", "scheduler=cosine", *ends, "~callbacks.samples"]
     options += ["data.batch_size=16", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1"]
     assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
     expected = [1e-3 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
     assert list(scalars(tmp_path / "run", "lr-AdamW").values()) == pytest.approx(expected)
+
+
+def test_overfitting_sees_the_same_images_in_every_epoch_with_other_noise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    options = [*SHORT[:3], "precision=fp32", "trainer.overfit_batches=2", "trainer.max_steps=6", "~callbacks.samples"]
+    options += ["data.batch_size=16", "+callbacks.probe._target_=probe.Probe", f"+callbacks.probe.directory={tmp_path}"]
+    assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    drawn = torch.load(tmp_path / "rank0.pt")
+    assert [batch["epoch"] for batch in drawn] == [0, 0, 1, 1, 2, 2]
+    for batch, first in zip(drawn[2:], drawn[:2] * 2, strict=True):
+        assert batch["index"].equal(first["index"])
+        assert not batch["noise"].equal(first["noise"])
+    assert not drawn[0]["index"].equal(drawn[1]["index"])
 
 
 # Schedules that wait for a metric
