@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,20 @@ def test_overfitting_sees_the_same_images_in_every_epoch_with_other_noise(
         assert batch["index"].equal(first["index"])
         assert not batch["noise"].equal(first["noise"])
     assert not drawn[0]["index"].equal(drawn[1]["index"])
+
+
+def test_a_line_shows_the_loss_of_its_step_and_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = [*SHORT[:3], "precision=fp32", "trainer.max_epochs=2", "trainer.limit_train_batches=4"]
+    options += ["data.batch_size=16", "trainer.log_every_n_steps=2", "trainer.val_check_interval=4"]
+    options += ["callbacks.progress.seconds=0", "trainer.limit_val_batches=1", "~callbacks.samples"]
+    assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    lines = re.findall(r"step (\d+)/(\d+).*?train/loss ([\d.]+)", capfd.readouterr().out)
+    losses = scalars(tmp_path / "run", "train/loss")
+    assert [(int(step), int(steps)) for step, steps, _ in lines] == [(2, 8), (4, 8), (6, 8), (8, 8)]
+    for step, _, loss in lines:
+        assert float(loss) == pytest.approx(losses[int(step) - 1], rel=1e-3)
 
 
 # Schedules that wait for a metric
