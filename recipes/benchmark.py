@@ -32,8 +32,10 @@ from recipes import command_line
 from recipes.benchmark_modes import ON_CPU, ON_GPU, Mode
 from recipes.benchmark_report import Measured, recommendation, show, write
 from recipes.config import ConfigError, build, check_targets, fail, plain
+from recipes.cosine import for_run
 from recipes.diffusion import DiffusionModule
 from recipes.measure import Clock, Operations, SavedForBackward, gradient_bytes, live_bytes
+from recipes.run_length import RunLength
 from recipes.settings import run_problems
 from recipes.train import quiet
 
@@ -177,7 +179,7 @@ def measure(config: dict[str, Any], mode: Mode, measured: Measured, *, counts: b
         net=build(config, "model"),
         objective=build(config, "objective"),
         optimizer=build(config, "optimizer"),
-        scheduler=build(config, "scheduler") if config.get("scheduler") else None,
+        scheduler=for_run(config, RunLength(steps=config["warmup"] + config["steps"])),
         seed=config["seed"],
     )
     module.recorder = recorder

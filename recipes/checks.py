@@ -66,11 +66,6 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
     (Lightning-AI/pytorch-lightning#21808), which would silently train with a smaller batch than asked for.
     """
     ranks, accumulated = trainer.world_size, trainer.accumulate_grad_batches
-    if few := getattr(trainer, "overfit_batches", 0):
-        raise ConfigError(
-            f"trainer.overfit_batches={few}: Lightning would put a loader of its own in place of the recipe's. Write "
-            "trainer.limit_train_batches=NUMBER for a few batches an epoch."
-        )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigError(
             "GradientAccumulationScheduler: data.batch_size is the batch of every step. Write "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,8 @@ def checked(argv: list[str], config_name: str) -> list[str]:
             except TROUBLE as error:
                 problems.append(str(error).strip() or type(error).__name__)
             else:
+                with collected(problems):
+                    _check_directory(config, args.multirun)
                 shared = [] if args.multirun else _earlier_run(config, given)
         with collected(problems):
             shared += processes.shared_directory([*given, *(line.partition("=")[0] for line in shared)], args.multirun)
@@ -132,6 +135,21 @@ def _how_to_quote(line: str, parser: OverridesParser) -> str:
     except HydraException:
         return ""
     return f' If that is a text, quote it, for the shell too: "{written}".' if value else ""
+
+
+def _check_directory(config: DictConfig, sweep: bool) -> None:
+    """Refuse a directory that cannot be made or written to, of which Hydra would tell with a traceback."""
+    key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+    try:
+        directory = Path(OmegaConf.select(config, key)).absolute()
+    except OmegaConfBaseException:  # it refers to what Hydra alone knows
+        return
+    if directory.is_dir() and config.hydra.output_subdir is None:  # nothing of its own is written there
+        return
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is no directory"
+        raise ConfigError(f"{key}={directory}: {there} {why}. Write {key}=PATH, with a path that can.")
 
 
 def _search_path(config_dir: str | None, overrides: list[Override]) -> list[str]:

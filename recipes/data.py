@@ -102,6 +102,7 @@ class DataModule(L.LightningDataModule):
     Attributes:
         train: Training samples, after `setup`.
         val: Validation samples, after `setup`; the same for all seeds.
+        same_batches: Whether every epoch has the batches of the first.
     """
 
     train: Dataset[Batch]
@@ -117,6 +118,15 @@ class DataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers
+        self.same_batches = False
+
+    def overfit(self, trainer: L.Trainer) -> None:
+        """For `overfit_batches`, of which Lightning has made limits: the same few batches in every epoch.
+
+        Lightning would put a loader of its own in place of this one; it is told that there is nothing more to do.
+        """
+        self.same_batches = trainer.overfit_batches > 0  # type: ignore[attr-defined]
+        trainer.overfit_batches = 0  # type: ignore[attr-defined]
 
     @property
     @abstractmethod
@@ -183,6 +193,7 @@ class DataModule(L.LightningDataModule):
         rank, ranks, size = self._place()
         rows = len(self.train)  # type: ignore[arg-type]
         shard = ShuffledShard(rows, rank, ranks, self.seed, per_step=self.batch_size // ranks)
+        shard.same = self.same_batches
         limit = self.trainer.limit_train_batches if self.trainer else None
         if limit is not None:  # an int is a number of batches, a float their share
             full = len(shard) // size

@@ -89,9 +89,11 @@ class DiffusionModule(L.LightningModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": plateau.configured(self.make_scheduler(optimizer))}
 
-    def make_optimizer(self) -> Optimizer:
-        """One optimizer over all trainable parameters."""
-        return self._make_optimizer(p for p in self.parameters() if p.requires_grad)
+    def make_optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> Optimizer:
+        """One optimizer over all trainable parameters, or over others."""
+        return self._make_optimizer(
+            (p for p in self.parameters() if p.requires_grad) if parameters is None else parameters
+        )
 
     def draw(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Labels after dropout `(batch,)`, times `(batch,)` and noise `(batch, C, H, W)` of a training batch.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.autocast import compute_context
 from lightning_mixprec.layers import swap_layers_
-from recipes import checks, first_step
+from recipes import checks, cosine, first_step
 from recipes.config import ConfigError, build, build_all, collected
 from recipes.diffusion import DiffusionModule
 from recipes.loading import Batch
@@ -130,6 +130,8 @@ def without_devices(config: dict[str, Any]) -> None:
     with collected(problems):
         trainer = build({"trainer": settings | here}, "trainer", logger=False, callbacks=[], enable_checkpointing=False)
         length = run_length(trainer)
+        # Epochs have a number of steps only where the data are.
+        parts["scheduler"] = cosine.for_run(config, length if length.steps else RunLength(steps=1))
     if problems:
         raise ConfigError(*problems)
     module = DiffusionModule(

@@ -7,9 +7,10 @@ goes. It leaves out what precision and sharding ask of an optimizer, which the p
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -92,6 +93,14 @@ def _try_step(make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], dev
                 raise
 
 
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's warnings of a schedule that advances without its optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def advance(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> None:
     """Advance a schedule to the end of a run; beyond some steps, at once to the last.
 
@@ -106,8 +115,7 @@ def advance(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> None:
         ValueError: at step 5 of 8: Tried to step 5 times. The specified number of total steps is 4
     """
     near = min(steps, STEP_BY_STEP)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a schedule that advances without its optimizer
+    with quietly():
         for step in [*range(1, near + 1), *([steps] if steps > near else [])]:
             try:
                 scheduler.last_epoch = step - 1 if step > near else scheduler.last_epoch

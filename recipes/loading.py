@@ -43,6 +43,7 @@ class ShuffledShard(Sampler[tuple[int, int]]):
     Attributes:
         at_most: Samples of an epoch that is cut short, or None. Not in `len`, of which Lightning takes its own limit. A
             run that ended where such an epoch does would otherwise find more batches of it when it goes on.
+        same: Whether every epoch has the samples of the first, in its order; what varies at random still does.
 
     Example:
         >>> sorted([*ShuffledShard(4, rank=0, world_size=2, seed=0), *ShuffledShard(4, rank=1, world_size=2, seed=0)])
@@ -56,6 +57,7 @@ class ShuffledShard(Sampler[tuple[int, int]]):
         self.seed = seed
         self.per_step = per_step
         self.at_most: int | None = None
+        self.same = False
         self.epoch = 0
         self.resume_epoch, self.resume_at = 0, 0  # in this epoch, start at this sample of the shard
 
@@ -68,7 +70,7 @@ class ShuffledShard(Sampler[tuple[int, int]]):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = self.epoch
-        order = torch.randperm(self.length, generator=keyed_generator(SHUFFLE, self.seed, epoch))
+        order = torch.randperm(self.length, generator=keyed_generator(SHUFFLE, self.seed, 0 if self.same else epoch))
         shard = order[self.rank :: self.world_size][: len(self)][: self.at_most]
         for row in shard[self.resume_at if epoch == self.resume_epoch else 0 :].tolist():
             yield epoch, row

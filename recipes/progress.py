@@ -13,6 +13,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from recipes.run_length import run_length
+
 
 class ProgressLine(TQDMProgressBar):
     """On a terminal Lightning's bar, refreshed every 10 batches; elsewhere a line, at most every 10 seconds.
@@ -38,22 +40,31 @@ class ProgressLine(TQDMProgressBar):
         self.seconds = seconds
         self._last = -float("inf")  # when the last line was written
         self._epoch = 0  # of the last batch: at the end of training, Lightning counts the next one
+        self._due = False  # a line, once the module has logged the loss of its step, which it does after this callback
 
     @property
     def is_enabled(self) -> bool:
         """Whether there is a bar to draw."""
         return super().is_enabled and sys.stdout.isatty()
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the line of the step before, and of a validation after it."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._due:
+            self._write(trainer)
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the bar, or write a line if it is time to."""
+        """Update the bar, or see if it is time for a line."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._epoch = trainer.current_epoch
         if sys.stdout.isatty() or not self._enabled or not trainer._logger_connector.should_update_logs:
             return
         if time.monotonic() - self._last >= self.seconds and not trainer.should_stop:
-            self._write(trainer)
+            self._due = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last line, which the last validation comes before."""
@@ -62,9 +73,10 @@ class ProgressLine(TQDMProgressBar):
             self._write(trainer)
 
     def _write(self, trainer: L.Trainer) -> None:
-        self._last = time.monotonic()
-        steps = f"/{trainer.max_steps}" if trainer.max_steps != -1 else ""
-        shown = [f"epoch {self._epoch}", f"step {trainer.global_step}{steps}"]
+        self._last, self._due = time.monotonic(), False
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        steps = run_length(trainer, getattr(data, "steps_per_epoch", None)).steps
+        shown = [f"epoch {self._epoch}", f"step {trainer.global_step}{f'/{steps}' if steps is not None else ''}"]
         shown += [f"{name} {short(float(value))}" for name, value in trainer.progress_bar_metrics.items()]
         print("  ".join(shown), flush=True)
 

@@ -113,6 +113,20 @@ def _size(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(list(tensor.shape))
 
 
+def check_optimizer(checkpoint: dict[str, Any], config: dict[str, Any], path: Path) -> None:
+    """Refuse another kind of optimizer, which could not go on with the state of the checkpoint's.
+
+    Other settings of the same kind are honoured (`recipes.own_settings`).
+    """
+    theirs = ((checkpoint.get("recipe") or {}).get("optimizer") or {}).get("_target_")
+    ours = config["optimizer"]["_target_"]
+    if theirs not in (None, ours):
+        raise ConfigError(
+            f"optimizer._target_={ours}: {path} holds the state of {theirs}, with which it cannot go on. Write "
+            f"optimizer._target_={theirs}, or leave ckpt_path out to start anew."
+        )
+
+
 def check_steps(checkpoint: dict[str, Any], config: dict[str, Any], path: Path) -> None:
     """Refuse a resume that has nothing to do."""
     step, limit = checkpoint.get("global_step", 0), config["trainer"].get("max_steps", -1)

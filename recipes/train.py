@@ -28,11 +28,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig
 
-from recipes import checks, command_line, dry_run, earlier_runs, first_step, resume, sweep
+from recipes import checks, command_line, cosine, dry_run, earlier_runs, first_step, resume, sweep
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption
+from recipes.logged_steps import LoggedSteps
+from recipes.own_settings import OwnSettings
 from recipes.run_length import run_length
 from recipes.run_record import RunRecord
 from recipes.sample_grid import SampleGrid
@@ -84,9 +86,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     data = parts["data"]
     with refusals(config, "data"):
         data.setup("fit")  # missing files are found before a network of any size is made
-    module = DiffusionModule(
-        parts["model"], parts["objective"], parts["optimizer"], scheduler=parts["scheduler"], seed=seed
-    )
+    module = DiffusionModule(parts["model"], parts["objective"], parts["optimizer"], seed=seed)
     named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
     callbacks = [callback for callback in build_all(named, named).values() if callback is not None]
     if not config.get("logger"):  # Lightning refuses a LearningRateMonitor that has nowhere to write to
@@ -99,12 +99,19 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         "trainer",
         plugins=[parts["precision"], WholeFiles()],
         strategy=parts["strategy"] or "auto",
-        callbacks=[*averaging, dry_run.OneBatch()] if dry else [*callbacks, *averaging, RunRecord(config)],
+        callbacks=[*averaging, dry_run.OneBatch()]
+        if dry
+        else [LoggedSteps(), *callbacks, *averaging, OwnSettings(config), RunRecord(config)],
         **(once if dry else logger),
     )
+    data.overfit(trainer)
+    length = run_length(trainer, data.steps_per_epoch)
     problems: list[str] = []
+    with collected(problems):
+        module.make_scheduler = cosine.for_run(config, length)
     for check in (
         lambda: resume.check_fits(checkpoint, config, module, ckpt_path) if checkpoint and ckpt_path else None,
+        lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
         lambda: checks.check_sampler(config, parts["sampler"], module),
@@ -112,9 +119,9 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
             config,
             module,
             parts["optimizer"],
-            parts["scheduler"],
+            module.make_scheduler if not problems else None,
             trainer.strategy.root_device,
-            run_length(trainer, data.steps_per_epoch),
+            length,
         ),
         lambda: checks.check_masters(config, trainer.strategy),
         lambda: checks.check_processes(trainer, config),

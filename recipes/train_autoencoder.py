@@ -173,6 +173,7 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
         enable_checkpointing=False,
     )
     check_optimizer(config, module, module.make_optimizer, device=trainer.strategy.root_device)
+    data.overfit(trainer)
     check_batches(trainer, data, config["trainer"])
     trainer.fit(module, datamodule=data)
     std = latent_std(net, data, trainer.strategy.root_device)

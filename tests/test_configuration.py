@@ -545,7 +545,6 @@ def test_an_unknown_optimizer_is_said_to_be_unknown() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["+trainer.overfit_batches=2"], "trainer.limit_train_batches=NUMBER"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval=0 must be"),
         (["dry_run=meta", "ema.decay=7"], "decay=7"),
     ],
@@ -580,3 +579,15 @@ def test_a_dry_run_counts_every_average_and_saves_none(
         found[ema] = float(line.split()[1])
     assert found["power"] == pytest.approx(2 * found["default"], abs=0.2)
     assert not [*tmp_path.rglob("average_*")]
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli(monkeypatch, "model=unet_tiny", f"hydra.run.dir={tmp_path}/file/run") == 2
+    assert f"hydra.run.dir={tmp_path}/file/run: {tmp_path}/file is no directory." in capfd.readouterr().err
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path / "locked")  # root may write anywhere
+    assert cli(monkeypatch, "-m", "seed=0,1", "model=unet_tiny", f"hydra.sweep.dir={tmp_path}/locked/run") == 2
+    assert f"hydra.sweep.dir={tmp_path}/locked/run: {tmp_path}/locked cannot be written" in capfd.readouterr().err

@@ -18,7 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_recipes import ROOT, assert_same, checkpoint, cli, signalled
+from test_recipes import ROOT, assert_same, checkpoint, cli, scalars, signalled
 
 from recipes import audit, resume, trained
 from recipes.checkpoint_file import WholeFiles
@@ -91,6 +91,31 @@ def test_killed_anywhere_the_same_command_ends_as_if_nothing_had_been(
     assert cli(monkeypatch, *command, "dry_run=meta") == 0
     config = OmegaConf.load(run / ".hydra" / "config.yaml")
     assert interrupted_run(config, run.parent) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (["trainer.val_check_interval=4"], ["trainer.val_check_interval=4"]),  # the last validation is on no interval
+        (["trainer.val_check_interval=3"], ["trainer.val_check_interval=4"]),  # it was, and is no longer
+        (["trainer.val_check_interval=4"], ["trainer.val_check_interval=3"]),  # it was not, and is now
+        (["trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=2"]),
+    ],
+)
+def test_a_run_that_is_extended_logs_under_the_steps_of_the_uninterrupted_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: list[str], second: list[str]
+) -> None:
+    options = [*TINY, "precision=fp32", "data.batch_size=16", "trainer.log_every_n_steps=2"]
+    options += ["trainer.limit_val_batches=1"]
+    assert cli(monkeypatch, *options, *second, "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/whole") == 0
+    assert cli(monkeypatch, *options, *first, "trainer.max_steps=6", f"hydra.run.dir={tmp_path}/a") == 0
+    resumed = [f"ckpt_path={tmp_path}/a/checkpoints/last.ckpt", "trainer.max_steps=10"]
+    assert cli(monkeypatch, *options, *second, *resumed, f"hydra.run.dir={tmp_path}/b") == 0
+    for tag in ("train/loss", "train/loss_q1", "lr-AdamW", "perf/step_seconds", "mixprec/grad_norm"):
+        whole, rest = scalars(tmp_path / "whole", tag), scalars(tmp_path / "b", tag)
+        assert list(rest) == [step for step in whole if step > 6], tag
+        if not tag.startswith("perf"):
+            assert rest == {step: whole[step] for step in rest}, tag
 
 
 # Which run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,55 @@ def test_a_cosine_that_rises_again_before_the_end_is_told_the_steps_of_the_run(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*T_max.*")
         assert cli(monkeypatch, *options, "scheduler.T_max=8") == 0
-    assert cli(monkeypatch, *options) == 2
+    assert cli(monkeypatch, *options, "scheduler.T_max=-1") == 2
     assert "scheduler.T_max=-1 must be a number of optimizer steps" in capfd.readouterr().err
+    assert cli(monkeypatch, *options, "trainer.max_epochs=-1") == 2
+    assert "scheduler.T_max: a cosine ends with the run, and nothing says after" in capfd.readouterr().err
 
 
-def test_a_cosine_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = [*SHORT[:3], "precision=fp32", "scheduler=cosine", "trainer.max_steps=4", "~callbacks.samples"]
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ["trainer.max_steps=4"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=2", "trainer.limit_train_batches=2"],
+        ["trainer.max_epochs=1", "trainer.limit_train_batches=4"],  # long before the experiment's 400 steps
+    ],
+)
+def test_a_cosine_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: list[str]) -> None:
+    options = [*SHORT[:3], "precision=fp32", "scheduler=cosine", *ends, "~callbacks.samples"]
     options += ["data.batch_size=16", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1"]
     assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
     expected = [1e-3 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
     assert list(scalars(tmp_path / "run", "lr-AdamW").values()) == pytest.approx(expected)
+
+
+def test_overfitting_sees_the_same_images_in_every_epoch_with_other_noise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    options = [*SHORT[:3], "precision=fp32", "trainer.overfit_batches=2", "trainer.max_steps=6", "~callbacks.samples"]
+    options += ["data.batch_size=16", "+callbacks.probe._target_=probe.Probe", f"+callbacks.probe.directory={tmp_path}"]
+    assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    drawn = torch.load(tmp_path / "rank0.pt")
+    assert [batch["epoch"] for batch in drawn] == [0, 0, 1, 1, 2, 2]
+    for batch, first in zip(drawn[2:], drawn[:2] * 2, strict=True):
+        assert batch["index"].equal(first["index"])
+        assert not batch["noise"].equal(first["noise"])
+    assert not drawn[0]["index"].equal(drawn[1]["index"])
+
+
+def test_a_line_shows_the_loss_of_its_step_and_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = [*SHORT[:3], "precision=fp32", "trainer.max_epochs=2", "trainer.limit_train_batches=4"]
+    options += ["data.batch_size=16", "trainer.log_every_n_steps=2", "trainer.val_check_interval=4"]
+    options += ["callbacks.progress.seconds=0", "trainer.limit_val_batches=1", "~callbacks.samples"]
+    assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    lines = re.findall(r"step (\d+)/(\d+).*?train/loss ([\d.]+)", capfd.readouterr().out)
+    losses = scalars(tmp_path / "run", "train/loss")
+    assert [(int(step), int(steps)) for step, steps, _ in lines] == [(2, 8), (4, 8), (6, 8), (8, 8)]
+    for step, _, loss in lines:
+        assert float(loss) == pytest.approx(losses[int(step) - 1], rel=1e-3)
 
 
 # Schedules that wait for a metric
