@@ -161,8 +161,8 @@ class Fit:
             if self._frequencies is not None:
                 self._frequencies.follow(self._trainer.lr_scheduler_configs)
         self._steps.begin_batch()
-        if ledger.batches <= 2 and self._feeding is not None:
-            self._feeding.begin([*module.modules(), *self._trainer.callbacks])
+        if self._feeding is not None:
+            self._feeding.look(module, self._trainer.callbacks, closely=ledger.batches <= 2)
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
