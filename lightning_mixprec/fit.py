@@ -314,7 +314,7 @@ class Fit:
         if not ledger.window_open:
             return {}
         batches = loop.batch_progress.current
-        again = ledger.in_window and batches.ready > batches.processed  # Lightning will start from this batch
+        again = ledger.in_window and batches.started > batches.processed  # Lightning will start from this batch
         if again and not ledger.window_is_older:
             return {}
         if again and not self._module.automatic_optimization:  # any of its backwards may have been
