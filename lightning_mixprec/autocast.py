@@ -45,7 +45,8 @@ class _NoAutocast:
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_enabled(self._device_type, self._enabled)
-        torch.autocast_decrement_nesting()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()  # of weights that something inside has cast
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:

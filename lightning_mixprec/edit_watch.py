@@ -90,7 +90,7 @@ class EditWatch(TorchDispatchMode):
             if before not in (-1, self._versions):
                 self._follow = max(_FOLLOWED, self._steps // 4)  # long enough for whatever comes every so many steps
             for bucket in self._masters.buckets:
-                self._lost.found.update(bucket.params[place] for place in bucket.unshown(_TIMES))
+                self._lost.found.update({bucket.params[place] for place in bucket.unshown(_TIMES)} - self._lost.bounded)
 
     def stepped(self) -> None:
         """An optimizer has made a step in this batch."""
@@ -136,5 +136,5 @@ class EditWatch(TorchDispatchMode):
         if not self._open or os.getpid() != self._process:  # a worker of a loader, forked meanwhile
             return func(*args, **kwargs)
         result = self._lost.call(func, args, kwargs, self._weights, lambda: func(*args, **kwargs))
-        self._rounded.look(func, args, result, self._weights)
+        self._rounded.look(func, args, kwargs, result, self._weights)
         return result

@@ -24,6 +24,7 @@ from lightning_mixprec.widening import HALF
 
 # In place or with `out=`, of one tensor or of a list. `clamp_` is none: a bound of 0.01 is another in 16 bits.
 _ARITHMETIC = {"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"}
+_BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum"}  # may change nothing, and rightly
 _TOO_LITTLE = 0.75  # of a change
 _NO_CHANGE = 1e-6  # of a weight: fp32's own rounding
 
@@ -61,10 +62,12 @@ class LostEdits:
 
     Attributes:
         found: The weights.
+        bounded: Weights of which bounded values were made, so that the same ones may be put again and again.
     """
 
     def __init__(self, times: int) -> None:
         self.found: set[nn.Parameter] = set()
+        self.bounded: set[nn.Parameter] = set()
         self._times = times
         self._changes: list[tuple[nn.Parameter, Tensor]] = []  # in this window: change * arrived, change^2, weight^2
         self._same: dict[nn.Parameter, list[Tensor]] = {}  # for each put: whether it was what stood there
@@ -75,6 +78,8 @@ class LostEdits:
     ) -> Any:
         """The result of ``run``, which calls ``func``; with a look at it if it writes to a weight."""
         name, places = _name(func), _write_places(func)
+        if name in _BOUNDS and not places:
+            self.bounded.update(param for each in args if (param := weights.of(each)) is not None)
         if not places or not (name in _ARITHMETIC or name == "copy"):
             return run()
         tensors = tree_leaves([args[at] if at < len(args) else kwargs.get(key) for at, key in places])
@@ -102,7 +107,9 @@ class LostEdits:
             if wanted > _NO_CHANGE**2 * weight and arrived < _TOO_LITTLE * wanted:
                 self.found.add(param)
         for param, same in self._same.items():
-            if len(same) == 1 and same[0]:  # several: something is put there for a while, and the old values back
+            if (
+                len(same) == 1 and same[0] and param not in self.bounded
+            ):  # several: something is put there for a while, and the old values back
                 self._puts[param] = self._puts.get(param, 0) + 1
                 if self._puts[param] >= self._times:
                     self.found.add(param)
@@ -110,7 +117,9 @@ class LostEdits:
 
 
 class RoundedAverages:
-    """Finds sums in which something wider meets a 16-bit weight, or a product of one: averages of roundings.
+    """Finds updates of something wider by a 16-bit weight: averages of roundings.
+
+    By the weight itself, a copy of it, a multiple, or the distance to it: `average.sub_(0.001 * (average - weight))`.
 
     Attributes:
         found: The weights.
@@ -118,40 +127,60 @@ class RoundedAverages:
 
     def __init__(self) -> None:
         self.found: set[nn.Parameter] = set()
-        self._products: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}  # by identity, in this window
+        # What was made of weights in this window: by identity, the weight, and whether it is more than a copy.
+        self._made: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, bool]] = {}
 
-    def look(self, func: Any, args: Sequence[Any], result: Any, weights: Weights) -> None:
+    def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, weights: Weights) -> None:
         """At ``func``, which has been called."""
-        if _name(func) == "mul" and not _write_places(func):
-            param = weights.of(args[0])
-            if param is not None and isinstance(result, Tensor) and result.shape == param.shape:
-                self._products[id(result)] = weakref.ref(result), param
-        elif _name(func) == "add" and len(args) > 1:
-            for one, other in _pairs(args[0], args[1]):
-                for wide, half in ((one, other),) if _write_places(func) else ((one, other), (other, one)):
-                    param = self._weight_in(half, weights)
-                    if param is None or wide.dtype in HALF or not wide.is_floating_point():
-                        continue
-                    if param.grad is None or param.grad.data_ptr() != wide.data_ptr():  # a decay of the user's own
-                        self.found.add(param)
+        name, writes = _name(func), bool(_write_places(func))
+        if not args or name not in ("add", "sub", "lerp", "mul", "div", "clone", "_to_copy"):
+            return
+        for one, other, made in _together(args[0], args[1] if len(args) > 1 else None, result):
+            if writes and name not in ("mul", "div"):
+                self._note(one, other, weights)
+            elif name in ("add", "lerp"):
+                # The weight plus anything is a perturbed weight; a part of it, part of an average.
+                whole = name == "lerp" or kwargs.get("alpha", 1) != 1
+                self._note(one, other, weights, whole=whole)
+                self._note(other, one, weights, whole=whole)
+            elif not writes:
+                source = self._source(one, weights) or (self._source(other, weights) if name == "sub" else None)
+                if source is not None and isinstance(made, Tensor) and made.shape == source[0].shape:
+                    part = source[1] or name not in ("clone", "_to_copy")
+                    self._made[id(made)] = weakref.ref(made), source[0], part
 
-    def _weight_in(self, tensor: Tensor, weights: Weights) -> nn.Parameter | None:
-        product, param = self._products.get(id(tensor), (None, None))
-        if product is None or product() is not tensor:
-            param = weights.of(tensor)
-        return param if param is not None and param.shape == tensor.shape else None
+    def _note(self, wide: Any, read: Any, weights: Weights, *, whole: bool = True) -> None:
+        """``read`` is added to ``wide``, or drawn to; ``whole`` if it counts as a mere copy of a weight, too."""
+        source = self._source(read, weights)
+        if source is None or not isinstance(wide, Tensor) or wide.shape != read.shape:
+            return
+        param, part = source
+        if wide.dtype in HALF or not wide.is_floating_point() or self._source(wide, weights) is not None:
+            return
+        decay = param.grad is not None and param.grad.data_ptr() == wide.data_ptr()  # of the user's own
+        if (whole or part) and not decay:
+            self.found.add(param)
+
+    def _source(self, tensor: Any, weights: Weights) -> tuple[nn.Parameter, bool] | None:
+        """The weight that ``tensor`` is, or was made of, and whether it is more than a copy."""
+        made = self._made.get(id(tensor))
+        if made is not None and made[0]() is tensor:
+            return made[1:]
+        param = weights.of(tensor)
+        return None if param is None or param.shape != tensor.shape else (param, False)
 
     def judge(self) -> None:
         """A window ends."""
-        self._products.clear()
+        self._made.clear()
 
 
-def _pairs(ones: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tensors of one shape that belong together, in two tensors or two lists."""
-    lists = isinstance(ones, (list, tuple)) and isinstance(others, (list, tuple))
-    for one, other in zip(ones, others, strict=False) if lists else [(ones, others)]:
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-            yield one, other
+def _together(one: Any, other: Any, result: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Arguments and result that belong together: of an operation, or of each of a list of them."""
+    if not isinstance(one, (list, tuple)):
+        yield one, other, result
+        return
+    others = other if isinstance(other, (list, tuple)) else [other] * len(one)
+    yield from zip(one, others, result if isinstance(result, (list, tuple)) else one, strict=False)
 
 
 def _in_fp32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: list[Tensor]) -> list[Tensor]:

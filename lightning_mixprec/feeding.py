@@ -12,6 +12,7 @@ What it leaves out: averages made by hand, which nothing gives away, and the pro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Feeding:
         torch.float32
         >>> masters = MasterWeights(net, {"weight": torch.bfloat16})
         >>> feeding = Feeding(masters)
-        >>> feeding.begin(module.modules())
+        >>> feeding.look(module, [])
         >>> module[1].update_parameters(net)
         >>> module[1].module.weight, net.weight.dtype
         (Parameter containing:
@@ -48,13 +49,28 @@ class Feeding:
     def __init__(self, masters: MasterWeights) -> None:
         self._masters = masters
         self._fed: list[tuple[Any, str]] = []
+        self._attributes: list[Any] = []  # what the module and callbacks have, as of the last look
 
-    def begin(self, owners: Iterable[Any]) -> None:
-        """Feed those that are among ``owners`` (modules, callbacks) and their attributes."""
-        for owner in owners:
-            for each in (owner, *vars(owner).values()):
+    def look(self, module: nn.Module, callbacks: Iterable[Any], *, closely: bool = True) -> None:
+        """Feed what has come: modules, attributes of modules and callbacks, and lists and dicts of these.
+
+        Args:
+            module: The LightningModule.
+            callbacks: The Trainer's.
+            closely: False, for every batch, looks only if these have other attributes than before: some begin an
+                average when half of the training is over.
+        """
+        owners = [module, *callbacks]
+        found: list[Any] = [*map(id, module._modules.values())]
+        for owner in owners:  # by type: numbers, for example, come and go
+            found += [id(each) if hasattr(each, "shadow_params") else type(each) for each in vars(owner).values()]
+        if found == self._attributes and not closely:
+            return
+        self._attributes = found
+        for owner in (*module.modules(), *owners[1:]):
+            for each in (owner, *attributes(owner)):
                 names = fed_methods(each)
-                if names and names[0] not in vars(each):
+                if names and not _is_own(each, names[0]):
                     _widen_shadows(each)
                     each.__dict__.update((name, _Fed(each, name, self._masters)) for name in names)
                     self._fed += [(each, name) for name in names]
@@ -80,6 +96,23 @@ def fed_methods(average: Any) -> list[str]:
     return names if like_diffusers and all(callable(getattr(average, name, None)) for name in names) else []
 
 
+def attributes(owner: Any) -> Iterator[Any]:
+    """Values of all attributes of ``owner``, and what is in those that are lists, tuples or dicts.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> net.averages = {"slow": 1, "fast": 2}
+        >>> list(attributes(net))[-3:]
+        [{'slow': 1, 'fast': 2}, 1, 2]
+    """
+    for value in vars(owner).values():
+        yield value
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, (list, tuple)):
+            yield from value
+
+
 def averaged_names(module: nn.Module) -> set[str]:
     """Names of parameters that are averages: nothing trains them, whoever holds them.
 
@@ -98,10 +131,13 @@ class _Fed:
     def __init__(self, average: Any, name: str, masters: MasterWeights) -> None:
         self._average, self._name, self._masters = average, name, masters
 
-    def __call__(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
-        shown = _Shown(weights, self._masters)
-        given: Any = shown if self._name == "update_parameters" else shown.tensors
-        result = getattr(type(self._average), self._name)(self._average, given, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(self._average), self._name)
+        passed = signature(method).bind(self._average, *args, **kwargs)
+        key = list(passed.arguments)[1]
+        shown = _Shown(passed.arguments[key], self._masters)
+        passed.arguments[key] = shown if self._name == "update_parameters" else shown.tensors
+        result = method(*passed.args, **passed.kwargs)
         if self._name in _WRITING:
             with torch.no_grad():
                 for param, value in zip(shown.params, shown.tensors, strict=True):
@@ -114,7 +150,7 @@ class _Fed:
 
 
 class _Shown:
-    """What ``AveragedModel.update_parameters`` asks of a module."""
+    """What ``AveragedModel.update_parameters``, or a user's in its place, asks of a module."""
 
     def __init__(self, weights: nn.Module | Iterable[nn.Parameter], masters: MasterWeights) -> None:
         self._module = weights if isinstance(weights, nn.Module) else None
@@ -128,12 +164,26 @@ class _Shown:
     def parameters(self) -> Iterator[Tensor]:
         return iter(self.tensors)
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        names = [] if self._module is None else [name for name, _ in self._module.named_parameters()]
+        return zip(names, self.tensors, strict=True)
+
     def buffers(self) -> Iterator[Tensor]:
         yield from () if self._module is None else self._module.buffers()
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the module itself, whose state dict is fp32."""
+        return getattr(self._module, name)
 
 
 def _as_it_was(average: Any, name: str) -> Any:
     return getattr(type(average), name).__get__(average)
+
+
+def _is_own(average: Any, name: str) -> bool:
+    """Whether its method is one that the user has assigned, or fed already; not one that a copy has as it was."""
+    found = vars(average).get(name)
+    return found is not None and getattr(found, "__func__", None) is not getattr(type(average), name)
 
 
 def _widen_shadows(average: Any) -> None:

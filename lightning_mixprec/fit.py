@@ -161,8 +161,8 @@ class Fit:
             if self._frequencies is not None:
                 self._frequencies.follow(self._trainer.lr_scheduler_configs)
         self._steps.begin_batch()
-        if ledger.batches <= 2 and self._feeding is not None:
-            self._feeding.begin([*module.modules(), *self._trainer.callbacks])
+        if self._feeding is not None:
+            self._feeding.look(module, self._trainer.callbacks, closely=ledger.batches <= 2)
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
@@ -314,7 +314,7 @@ class Fit:
         if not ledger.window_open:
             return {}
         batches = loop.batch_progress.current
-        again = ledger.in_window and batches.ready > batches.processed  # Lightning will start from this batch
+        again = ledger.in_window and batches.started > batches.processed  # Lightning will start from this batch
         if again and not ledger.window_is_older:
             return {}
         if again and not self._module.automatic_optimization:  # any of its backwards may have been

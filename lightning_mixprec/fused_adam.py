@@ -111,13 +111,16 @@ class _Counts:
     def __init__(self) -> None:
         self._all = torch.zeros(0)
         self._each: list[Tensor] = []
+        self._addresses: list[int] = []  # of their memory, which `step.data = ...` replaces
 
     def of(self, states: Sequence[dict[str, Any]]) -> tuple[Tensor, list[Tensor]]:
         """The tensor, fp32 [n], and its elements, which are from now on the ``step`` of each state."""
         found = [state["step"] for state in states]
-        if len(found) != len(self._each) or not all(map(operator.is_, found, self._each)):
+        known = len(found) == len(self._each) and all(map(operator.is_, found, self._each))
+        if not known or list(map(Tensor.data_ptr, found)) != self._addresses:
             self._all = torch.stack(found)
             self._each = list(self._all)
+            self._addresses = list(map(Tensor.data_ptr, self._each))
             for state, count in zip(states, self._each, strict=True):
                 state["step"] = count
         return self._all, self._each

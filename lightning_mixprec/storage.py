@@ -271,19 +271,24 @@ class Bucket:
     def peek(self, index: int) -> Tensor:
         """fp32 values of one parameter with what :meth:`adopt` would take over, changing nothing."""
         param = self.params[index]
-        if param.dtype != self.dtype or param.data_ptr() != self.view(self.half, index).data_ptr():  # replaced
-            kept = param.data.to(self.dtype) == self.view(self.half, index)
+        half, values = self.view(self.half, index), self._peek_written(index)
+        if param.dtype != self.dtype or param.data_ptr() != half.data_ptr():  # replaced
+            kept = param.data.to(self.dtype) == half
             held = param.data if self.master is not None or self.rest is not None else param.data.to(self.dtype)
-            return torch.where(kept, self.values_of(index), held.float())
-        values = self.values_of(index)
+            return torch.where(kept, values, held.float())
+        return values
+
+    def _peek_written(self, index: int) -> Tensor:
+        """Likewise, of what was written into the memory that is a parameter's part of :attr:`half`."""
+        half, values = self.view(self.half, index), self.values_of(index)
         if reads_at_once(self.half.device) and torch.equal(self._take_fingerprint(), self._fingerprint):
             return values
         if self.master is not None:
             rounded = torch.empty_like(self.half)
             round_(self.master, rounded)
-            edited = (self.view(rounded, index) != param) & (self._take_fingerprint() != self._fingerprint)
-            return torch.where(edited, param.float(), values)
-        return torch.where(param == 0, 0, values) if self.rest is not None else values
+            edited = (self.view(rounded, index) != half) & (self._take_fingerprint() != self._fingerprint)
+            return torch.where(edited, half.float(), values)
+        return torch.where(half == 0, 0, values) if self.rest is not None else values
 
     def set_values_of(self, index: int, value: Tensor) -> None:
         """Store fp32 values of one parameter, to nearest, and round them into it."""
@@ -369,6 +374,7 @@ class Bucket:
                 view, given = self.view(self.half, index), param.data
                 param.data = view
                 if self._ready:  # replaced from outside: what differs from before is taken over exactly
+                    self._take_over()  # what was written before it was replaced
                     kept = given.to(self.dtype) == view
                     self._replaced[index] = kept.float().mean() > 0.9
                     self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))

@@ -169,10 +169,10 @@ def plain_loop(module, batches=6):
     return snapshot(module)
 
 
-def assert_as_plain(make_optimizer, edit=None, masters="fp32"):
-    module = Exact(make_optimizer, edit)
+def assert_as_plain(make_optimizer, edit=None, masters="fp32", **kwargs):
+    module = Exact(make_optimizer, edit, **kwargs)
     make_trainer(MasterWeightPrecision("bf16", masters=masters)).fit(module, loader(list(range(6))))
-    assert_same(snapshot(module), plain_loop(Exact(make_optimizer, edit)))
+    assert_same(snapshot(module), plain_loop(Exact(make_optimizer, edit, **kwargs)))
 
 
 class ByNorm(Sgd):
@@ -239,11 +239,15 @@ EDITS = {
 }
 
 
+@pytest.mark.parametrize(
+    "shapes", [((16, 16), (16,), (8, 4), (32,)), ((5, 7), (7,), (3, 4), (9,))], ids=["flat", "each"]
+)
 @pytest.mark.parametrize("masters", ["fp32", "split"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
-def test_state_that_users_rewrite_in_mid_training_counts(edit, fused, masters):
-    assert_as_plain(lambda params: AdamW(params, lr=0.01, fused=fused), EDITS[edit], masters)
+def test_state_that_users_rewrite_in_mid_training_counts(edit, fused, masters, shapes):
+    """Of parameters that are stepped as one tensor, and of others, one by one."""
+    assert_as_plain(lambda params: AdamW(params, lr=0.01, fused=fused), EDITS[edit], masters, shapes=shapes)
 
 
 class Bf16Momentum(Sgd):

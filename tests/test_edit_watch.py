@@ -101,6 +101,8 @@ FINE = {
     "nothing": None,
     "clamps nothing": lambda m: m.body.weight.clamp_(-1, 1),
     "clamps": lambda m: m.body.weight.data.clamp_(-0.01, 0.01),
+    "clamps other memory": lambda m: setattr(m.body.weight, "data", m.body.weight.data.clamp(-1, 1)),
+    "puts what is clamped": lambda m: m.body.weight.copy_(torch.clamp(m.body.weight, -1, 1)),
     "large": lambda m: m.body.weight.mul_(0.9),
     "exact": lambda m: m.body.weight.mul_(0.5),
     "by one": lambda m: m.body.weight.mul_(1.0),

@@ -146,6 +146,117 @@ def test_one_kept_by_a_callback_and_copied_in_mid_fit():
     assert keeps.copied.n_averaged == keeps.ema.n_averaged + 1
 
 
+def step(module):
+    module.ema.update_parameters(module.net)
+
+
+class Late(Net):
+    """The average begins in the second epoch, and there, perhaps, once more between two batches."""
+
+    between = False
+
+    def begin(self, when):
+        pass
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.ema = self.make(self.net)
+            self.history.clear()
+
+    def on_train_batch_end(self, *args):
+        if self.between and len(self.history) == 10 and self.current_epoch == 1:
+            self.ema = self.make(self.net)
+            self.history.clear()
+        if hasattr(self, "ema"):
+            super().on_train_batch_end(*args)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_an_average_that_begins_in_mid_fit(between):
+    """Also in the middle of an epoch, where the first of its values is a rounding."""
+    Late.between = between
+    options = {"multi_avg_fn": get_ema_multi_avg_fn(0.25)}
+    module = fit(Late(lambda net: AveragedModel(net, **options), update=step), max_epochs=2)
+    assert len(module.history) == (10 if between else 20)
+    for name, value in averaged(module.history, lambda n: 0.75).items():
+        found = module.ema.module.state_dict()[name].double()
+        torch.testing.assert_close(found, value, rtol=0, atol=2e-7)
+
+
+KEPT = {
+    "keyword": (lambda net: AveragedModel(net), lambda kept, net: kept.update_parameters(model=net), lambda kept: kept),
+    "list": (lambda net: [AveragedModel(net)], lambda kept, net: kept[0].update_parameters(net), lambda kept: kept[0]),
+    "dict": (
+        lambda net: {"a": AveragedModel(net)},
+        lambda kept, net: kept["a"].update_parameters(net),
+        lambda k: k["a"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_however_an_average_is_kept_and_called(how):
+    make, update, average = KEPT[how]
+    module = fit(Net(make, update=lambda module: update(module.ema, module.net)))
+    for name, value in averaged(module.history, lambda n: 1 / (n + 1)).items():
+        found = average(module.ema).module.state_dict()[name].double()
+        torch.testing.assert_close(found, value, rtol=0, atol=2e-7)
+
+
+def test_the_average_of_diffusers_takes_keywords():
+    training_utils = pytest.importorskip("diffusers.training_utils")
+
+    def make(net):
+        return training_utils.EMAModel(net.parameters(), decay=0.9, min_decay=0.9)
+
+    one = fit(Net(make, update=lambda module: module.ema.step(module.net.parameters())))
+    other = fit(Net(make, update=lambda module: module.ema.step(parameters=module.net.parameters())))
+    assert all(map(torch.equal, one.ema.shadow_params, other.ema.shadow_params))
+
+
+class ByStateDict(AveragedModel):
+    """A user's own rule, which asks the module for more than its parameters."""
+
+    @torch.no_grad()
+    def update_parameters(self, model):
+        if self.n_averaged == 0:
+            self.module.load_state_dict(model.state_dict())
+        for value, new in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+            value.lerp_(new, 0.1)
+        self.n_averaged += 1
+
+
+class ByName(AveragedModel):
+    @torch.no_grad()
+    def update_parameters(self, model):
+        new, share = dict(model.named_parameters()), 0.1 if self.n_averaged else 1
+        for name, value in self.module.named_parameters():
+            value.lerp_(new[name], share)
+        self.n_averaged += 1
+
+
+@pytest.mark.parametrize("cls", [ByStateDict, ByName])
+def test_a_rule_of_the_users_own(cls):
+    module = fit(Net(cls))
+    for name, value in averaged(module.history, lambda n: 0.1).items():
+        torch.testing.assert_close(module.ema.module.state_dict()[name].double(), value, rtol=0, atol=2e-7)
+
+
+def test_a_copy_made_in_mid_fit_is_fed_in_a_fit_of_its_own():
+    class Copied(Net):
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            if len(self.history) == 5 and self.held:
+                self.__dict__["copied"] = copy.deepcopy(self)
+
+    module = fit(Copied(AveragedModel, held=True))
+    copied = module.copied
+    copied.held = False
+    fit(copied, batches=5)
+    for name, value in averaged(copied.history, lambda n: 1 / (n + 1)).items():
+        torch.testing.assert_close(copied.ema.module.state_dict()[name].double(), value, rtol=0, atol=2e-7)
+
+
 def test_an_average_by_hand_that_mixes_dtypes_is_an_error_with_the_remedy():
     def update(module):
         with torch.no_grad():
@@ -164,7 +275,19 @@ AVERAGES = {
     "copied": (lambda average, param: average.copy_(average * 0.9 + param * 0.1), 1),
     "replaced": (lambda average, param: setattr(average, "data", 0.9 * average.data + 0.1 * param.data), 1),
     "of a list": (lambda average, param: torch._foreach_add_([average], [param], alpha=0.1), 1),
+    "by the distance": (lambda average, param: average.sub_(0.1 * (average - param)), 1),
+    "by the distance, added": (lambda average, param: average.add_(param - average, alpha=0.1), 1),
+    "by the distance, of a list": (
+        lambda average, param: torch._foreach_sub_([average], torch._foreach_sub([average], [param]), alpha=0.1),
+        1,
+    ),
+    "of a wide copy": (lambda average, param: average.mul_(0.9).add_(param.float(), alpha=0.1), 1),
+    "lerp_": (lambda average, param: average.lerp_(param.detach().clone().float(), 0.1), 1),
+    "torch.lerp": (lambda average, param: average.copy_(torch.lerp(average, param.to(average), 0.1)), 1),
+    "replaced, wide": (lambda average, param: setattr(average, "data", 0.9 * average.data + 0.1 * param.float()), 1),
     "a copy": (lambda average, param: average.copy_(param), 0),
+    "a perturbed copy": (lambda average, param: param + 0.1 * torch.randn(param.shape), 0),
+    "a wide copy, decayed": (lambda average, param: (wide := param.float()).sub_(0.1 * wide), 0),
     "a distance": (lambda average, param: (average - param).norm(), 0),
     "decay in the gradient": (lambda average, param: param.grad is None or param.grad.add_(param, alpha=0.1), 0),
 }

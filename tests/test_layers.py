@@ -377,6 +377,24 @@ def test_containers_are_widened_inside_a_compiled_graph(make):
         assert torch.equal(y, layer(batch))
 
 
+def test_autocast_inside_of_a_norm_keeps_no_cast_weights():
+    """As `torch.autocast(enabled=False)` would: the outermost of all clears the cache when it is left."""
+
+    class Gated(nn.LayerNorm):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return nn.functional.linear(super().forward(x), self.gate).float()
+
+    norm = Gated(4)
+    norm.gate = nn.Parameter(torch.eye(4))
+    swap_(norm, NormLayer, "cpu", torch.bfloat16)
+    x = torch.randn(2, 4)
+    before = norm(x)
+    with torch.no_grad():
+        norm.gate.mul_(2)
+    assert torch.equal(norm(x), 2 * before)
+
+
 class HandWrittenAttention(nn.Module):
     def forward(self, q, k, v, mask):
         logits = q @ k.transpose(-2, -1)  # not scaled: 40 * 40 * 64 does not fit into fp16

@@ -779,6 +779,25 @@ def test_checkpoint_inside_a_window_keeps_its_gradients(precision, at, tmp_path)
     assert_same(snapshot(whole), snapshot(resumed))
 
 
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_checkpoint_at_the_start_of_a_batch_inside_a_window_keeps_its_gradients(at, tmp_path):
+    """That batch has made none yet: those of the others are all there is, and its own are still to come."""
+
+    class SaveBefore(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == at:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    runs = []
+    for callbacks, path in (([SaveBefore()], None), ([], tmp_path / "mid.ckpt")):
+        torch.manual_seed(0)
+        module = TinyModule(lambda p: torch.optim.AdamW(p, lr=0.01))
+        trainer = make_trainer(MasterWeightPrecision("bf16"), accumulate_grad_batches=4, callbacks=callbacks)
+        trainer.fit(module, Resumable(at), ckpt_path=path)
+        runs.append(snapshot(module))
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize("after", ["bf16", "fp32", "fp16"])
 def test_gradients_of_a_window_are_taken_over_at_another_scale(after, tmp_path):
     """A checkpoint at a scale of 2^15 inside a window, continued without a scale: no gradient 32768 times too large."""

@@ -384,6 +384,7 @@ EDITS = {
     "data.mul_": lambda p: p.data.mul_(torch.arange(p.numel()).view_as(p) % 2),
     "init": lambda p: nn.init.ones_(p),
     "data =": lambda p: setattr(p, "data", torch.full(p.shape, 0.1)),
+    "fill_, then data =": lambda p: setattr(p, "data", p.data.fill_(0.375).clone()),
     "swap of rows": lambda p: p.data.copy_(p.data.flip(0)),
 }
 
