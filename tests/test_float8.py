@@ -1138,7 +1138,9 @@ def test_recipe_takes_entries_and_a_recipe(monkeypatch, capfd, tmp_path):
     lists = ["precision.policy.fp8=[blocks.*.mlp.*]", "precision.policy.fp8_recipe=rowwise"]
     options = ["model=dit_tiny", "precision=bf16", *lists, "precision.policy.emulate=true", "dry_run=true"]
     assert cli(monkeypatch, *options, "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}") == 0
-    assert capfd.readouterr().out.count("fp8 entry 'blocks.*.mlp.*'") == 4
+    shown = capfd.readouterr().out
+    assert shown.count("fp8 entry 'blocks.*.mlp.*'") == 2  # of two layers in each of the two blocks
+    assert all(f"blocks.0-1.mlp.linear_{index} x2 " in shown for index in (1, 2))
     assert cli(monkeypatch, *options, "precision.policy.fp8=[bloks]", f"hydra.run.dir={tmp_path}") == 2
     assert "fp8 entry 'bloks' matches no module" in capfd.readouterr().err
 
