@@ -49,6 +49,7 @@ class Feeding:
     def __init__(self, masters: MasterWeights) -> None:
         self._masters = masters
         self._fed: list[tuple[Any, str]] = []
+        self._kinds: set[type] = set()  # of those
         self._attributes: list[Any] = []  # what the module and callbacks have, as of the last look
 
     def look(self, module: nn.Module, callbacks: Iterable[Any], *, closely: bool = True) -> None:
@@ -63,7 +64,7 @@ class Feeding:
         owners = [module, *callbacks]
         found: list[Any] = [*map(id, module._modules.values())]
         for owner in owners:  # by type: numbers, for example, come and go
-            found += [id(each) if hasattr(each, "shadow_params") else type(each) for each in vars(owner).values()]
+            found += [id(each) if type(each) in self._kinds else type(each) for each in vars(owner).values()]
         if found == self._attributes and not closely:
             return
         self._attributes = found
@@ -74,6 +75,7 @@ class Feeding:
                     _widen_shadows(each)
                     each.__dict__.update((name, _Fed(each, name, self._masters)) for name in names)
                     self._fed += [(each, name) for name in names]
+                    self._kinds.add(type(each))
 
     def end(self) -> None:
         """Leave them as found."""
