@@ -5,8 +5,8 @@ average with a teacher. A run of it would end well, without it.
 
 It has to be seen while it happens: in some batches, but for forward and backward, torch hands every operation to a
 dispatch mode. That is after 0, 1, 2, 4, 8, ... steps, at the end of an epoch, and in batches that follow if the
-parameters' versions show that they are written to. `p.data = ...` needs no mode: other memory that holds the same is
-noticed by the bucket.
+parameters' versions show that they are written to. `p.data = ...` is no operation; memory that was put in place of
+another and holds the same is looked at then, too.
 
 What it leaves out: values that are put there (`copy_`, `clamp_`, `load_state_dict`), which are right in 16 bits and
 which masters adopt, unless they are the old ones again and again; what is written in forward, where norms are enforced
@@ -89,12 +89,11 @@ class EditWatch(TorchDispatchMode):
             before, self._versions = self._versions, sum(param._version for param in self._masters)
             if before not in (-1, self._versions):
                 self._follow = max(_FOLLOWED, self._steps // 4)  # long enough for whatever comes every so many steps
-            for bucket in self._masters.buckets:
-                self._lost.found.update({bucket.params[place] for place in bucket.unshown(_TIMES)} - self._lost.bounded)
 
     def stepped(self) -> None:
         """An optimizer has made a step in this batch."""
         self._stepped = True
+        self._lost.stepped()
 
     def open_(self, *, always: bool = False) -> None:
         """User code may come now, and no forward or backward: before these, :meth:`close_`.
@@ -119,6 +118,7 @@ class EditWatch(TorchDispatchMode):
             self._entered = False
         if self._open:
             self._open, self._weights = False, Weights()
+            self._lost.look_at_replaced(self._masters.buckets)
             self._lost.judge()
             self._rounded.judge()
 

@@ -72,6 +72,7 @@ class LostEdits:
         self._changes: list[tuple[nn.Parameter, Tensor]] = []  # in this window: change * arrived, change^2, weight^2
         self._same: dict[nn.Parameter, list[Tensor]] = {}  # for each put: whether it was what stood there
         self._puts: dict[nn.Parameter, int] = {}  # in how many windows it was
+        self._replaced: set[nn.Parameter] = set()  # that have had other memory since the last step
 
     def call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights, run: Callable[[], Any]
@@ -100,6 +101,19 @@ class LostEdits:
                 self._changes.append((param, torch.stack(sums)))
         return result
 
+    def look_at_replaced(self, buckets: Iterable[Bucket]) -> None:
+        """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step."""
+        for bucket in buckets:
+            for index, view in bucket.replaced():
+                param = bucket.params[index]
+                if param not in self._replaced:
+                    self._replaced.add(param)
+                    self._same.setdefault(param, []).append((param.data.to(view.dtype) == view).float().mean() > 0.9)
+
+    def stepped(self) -> None:
+        """An optimizer has taken over what was put."""
+        self._replaced.clear()
+
     def judge(self) -> None:
         """A window ends. Waits for the device if there was something."""
         for param, sums in self._changes:
@@ -107,9 +121,8 @@ class LostEdits:
             if wanted > _NO_CHANGE**2 * weight and arrived < _TOO_LITTLE * wanted:
                 self.found.add(param)
         for param, same in self._same.items():
-            if (
-                len(same) == 1 and same[0] and param not in self.bounded
-            ):  # several: something is put there for a while, and the old values back
+            # Several: something is put there for a while, and the old values back.
+            if len(same) == 1 and same[0] and param not in self.bounded:
                 self._puts[param] = self._puts.get(param, 0) + 1
                 if self._puts[param] >= self._times:
                     self.found.add(param)

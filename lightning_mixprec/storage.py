@@ -1,20 +1,11 @@
 """How an fp32 weight is stored beside its 16-bit parameter: in 4, 2, 1 or 0 more bytes.
 
-Why it exists: the fp32 value is the truth and the 16-bit parameter is its rounding, so the two share information. A
-bf16 number is the upper half of an fp32 number, hence 16 more bits rebuild the fp32 value exactly, 8 keep it to 24
-bits, and with none the rounding itself has to be right on average. All of it is one integer formula::
+Why it exists: the fp32 value is the truth and the 16-bit parameter is its rounding, and user code may write to the
+parameter. A :class:`Bucket` lays parameters of one optimizer group end to end in memory, so that whatever is done to
+all of them is one operation on about a million elements rather than one for each tensor.
 
-    parameter = (bits(w) + 0x8000) >> 16        w rounded to bf16, half up in magnitude
-    remainder = bits(w) - (parameter << 16)     a signed 16-bit number, of which the upper `extra` bits are kept
-
-With fewer than 16 extra bits, a random number below the last kept bit is added to bits(w) before the rest is cut off:
-stochastic rounding, unbiased, so that updates smaller than the last bit are not lost on average (Croci et al.,
-"Stochastic rounding: implementation, error analysis and applications", 2022).
-
-A :class:`Bucket` lays parameters of one optimizer group end to end in memory, so that whatever is done to all of them
-is one operation on about a million elements rather than one for each tensor.
-
-What it leaves out: optimizers (:mod:`lightning_mixprec.borrow`) and modules (:mod:`lightning_mixprec.master`).
+What it leaves out: which bits these are (:mod:`lightning_mixprec.encoding`), optimizers
+(:mod:`lightning_mixprec.borrow`) and modules (:mod:`lightning_mixprec.master`).
 """
 
 from __future__ import annotations
@@ -26,77 +17,15 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.encoding import decode_, encode_, round_
+
 Masters: TypeAlias = Literal["fp32", "split", "split24", "none"]
 EXTRA_BITS: dict[str, int] = {"split": 16, "split24": 8, "none": 0}  # beside the 16 of the parameter
 
-_HALF_ULP = 0x8000  # of a bf16 number, in units of fp32's last bit
 # Words of a large bucket's fingerprint that are this many apart are added up before they are weighed. A prime, so that
 # what is moved by whole rows or tensors changes its column.
 _COLUMNS = 2039
 _ALIGNMENT = {"cpu": 1}  # elements between which parameters start; elsewhere 8, the 16 bytes that GPU kernels ask for
-
-
-def encode_(values: Tensor, half: Tensor, rest: Tensor | None, extra: int, generator: torch.Generator | None) -> None:
-    """Store fp32 ``values`` as a bf16 part and ``extra`` more bits.
-
-    Args:
-        values: fp32 [n], contiguous. Used as scratch: holds garbage afterwards.
-        half: bf16 [n], written.
-        rest: int16 [n] for 16 extra bits, int8 [n] for 8, None for 0; written.
-        extra: 16, 8 or 0.
-        generator: Source of the stochastic rounding, on the tensors' device; None rounds to nearest instead. Unused
-            for 16 extra bits, which hold everything.
-
-    Example:
-        >>> half, rest = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
-        >>> encode_(torch.tensor([0.1]), half, rest, 16, None)
-        >>> half, decode_(half, rest, 16, torch.empty(1))
-        (tensor([0.1001], dtype=torch.bfloat16), tensor([0.1000]))
-    """
-    bits = values.view(torch.int32)
-    dropped = 16 - extra
-    if dropped and generator is None:
-        bits.add_(1 << (dropped - 1)).bitwise_and_(-(1 << dropped))
-    elif dropped:
-        words = torch.empty(-(-values.numel() * dropped // 64), dtype=torch.int64, device=values.device)
-        words.random_(-(2**63), None, generator=generator)
-        bits.add_(words.view(torch.int16 if dropped == 16 else torch.uint8)[: values.numel()])
-        if dropped == 16:
-            bits.add_(_HALF_ULP)  # the int16 noise is signed
-        bits.bitwise_and_(-(1 << dropped))
-    if rest is not None:
-        rest.copy_((bits << 16).bitwise_right_shift_(32 - extra))  # the lower half's upper bits, as a signed number
-    half.view(torch.int16).copy_(bits.add_(_HALF_ULP).bitwise_right_shift_(16))
-
-
-def decode_(half: Tensor, rest: Tensor | None, extra: int, out: Tensor) -> Tensor:
-    """Rebuild fp32 values from what :func:`encode_` stored, into ``out``: fp32 [n], contiguous. Returns ``out``."""
-    bits = out.view(torch.int32)
-    bits.copy_(half.view(torch.int16))
-    if rest is None:
-        bits.bitwise_left_shift_(16)
-    else:
-        bits.bitwise_left_shift_(extra).add_(rest).bitwise_left_shift_(16 - extra)
-    return out
-
-
-def round_(values: Tensor, half: Tensor, scratch: Tensor | None = None) -> None:
-    """Round fp32 ``values`` into ``half``: to nearest for fp16, half up in magnitude for bf16 as :func:`encode_` does.
-
-    The two differ at exact ties only. One rule for all rungs makes their trajectories bit-identical. ``scratch``, fp32
-    [n], saves an allocation.
-
-    Example:
-        >>> half = torch.empty(1, dtype=torch.bfloat16)
-        >>> round_(torch.tensor([1 + 2**-8]), half)  # a tie: to even would be 1.0
-        >>> half
-        tensor([1.0078], dtype=torch.bfloat16)
-    """
-    if half.dtype == torch.bfloat16:
-        # Setting the last bit turns a tie into "just above the middle", and changes no other rounding.
-        out = None if scratch is None else scratch.view(torch.int32)
-        values = torch.bitwise_or(values.view(torch.int32), 1, out=out).view(torch.float32)
-    half.copy_(values)
 
 
 def reads_at_once(device: torch.device) -> bool:
@@ -178,8 +107,6 @@ class Bucket:
         for index, value in enumerate(values):
             self.view(flat, index).copy_(value)
         self.writes = 0
-        self._replaced: dict[int, Tensor] = {}  # since the last step, by index: whether it held the same 16 bits
-        self._streaks: dict[int, list[Tensor]] = {}  # of such, step after step
         self._ready = False
         self._alias()
         self.write(flat, stochastic=False)
@@ -253,11 +180,6 @@ class Bucket:
         fingerprint = self._take_fingerprint()
         self._fingerprint = fingerprint if unless is None else torch.where(unless, self._fingerprint, fingerprint)
         self.writes += 1
-        if self._replaced or self._streaks:
-            self._streaks = {
-                index: [*self._streaks.get(index, []), same][-8:] for index, same in self._replaced.items()
-            }
-            self._replaced = {}
 
     def values_of(self, index: int) -> Tensor:
         """fp32 values of one parameter, in its shape: a view of the master, or a tensor of their own."""
@@ -342,11 +264,6 @@ class Bucket:
             self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
         self._fingerprint = fingerprint
 
-    def unshown(self, times: int) -> list[int]:
-        """Parameters that lately got other memory before each of ``times`` steps, with hardly another 16-bit value."""
-        long = {index: streak[-times:] for index, streak in self._streaks.items() if len(streak) >= times}
-        return [index for index, streak in long.items() if all(map(bool, streak))]
-
     def stamp(self) -> tuple[int, int]:
         """Another one as soon as any value has been written, here or into a parameter. Waits for the device."""
         return self.writes, int(self._take_fingerprint())
@@ -365,19 +282,23 @@ class Bucket:
     def _rest(self, span: slice) -> Tensor | None:
         return None if self.rest is None else self.rest[span]
 
+    def replaced(self) -> list[tuple[int, Tensor]]:
+        """Parameters that have other memory than their part of :attr:`half`, as by ``p.data = ...``, and that part."""
+        found = [param.data_ptr() for param in self.params]
+        if found == self._pointers:
+            return []
+        places = enumerate(zip(found, self._pointers, strict=True))
+        return [(index, self.view(self.half, index)) for index, (one, other) in places if one != other]
+
     def _alias(self) -> None:
         """Let every parameter's memory be its part of :attr:`half`, taking over what it holds now."""
-        if [param.data_ptr() for param in self.params] == self._pointers:
-            return
-        for index, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if param.data_ptr() != pointer:
-                view, given = self.view(self.half, index), param.data
-                param.data = view
-                if self._ready:  # replaced from outside: what differs from before is taken over exactly
-                    self._take_over()  # what was written before it was replaced
-                    kept = given.to(self.dtype) == view
-                    self._replaced[index] = kept.float().mean() > 0.9
-                    self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
+        for index, view in self.replaced():
+            given = self.params[index].data
+            self.params[index].data = view
+            if self._ready:  # replaced from outside: what differs from before is taken over exactly
+                self._take_over()  # what was written before it was replaced
+                kept = given.to(self.dtype) == view
+                self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:

@@ -7,9 +7,10 @@ import torch
 from reference import rounded
 from torch import Tensor, nn
 
+from lightning_mixprec.encoding import decode_, encode_, round_
 from lightning_mixprec.gradients import found_nonfinite
 from lightning_mixprec.master import MasterWeights
-from lightning_mixprec.storage import Bucket, decode_, encode_, round_
+from lightning_mixprec.storage import Bucket
 from recipes.measure import live_bytes
 
 RUNGS = ["fp32", "split", "split24", "none"]
