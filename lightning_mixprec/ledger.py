@@ -50,7 +50,6 @@ class GradientLedger:
         consecutive_skips: Steps skipped in a row, by optimizer.
         notice: Set it for something all ranks should hear of; it goes along with what they tell each other anyway.
         noticed: Whether any rank has set it.
-        held_back: Whether the last step that took a flag from :meth:`ask` did nothing because weights had been edited.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
@@ -85,14 +84,16 @@ class GradientLedger:
         self.consecutive_skips: dict[Optimizer, int] = dict.fromkeys(optimizers, 0)
         self.batches = 0
         self.notice: bool | Tensor = False
-        self.noticed = self.held_back = self._held_back_by_edits = False
+        self.noticed = False
         self._masters = masters
         self._device = device
         self._accumulate_in_fp32 = accumulate_in_fp32
         self._reduction = reduction
         self._keep_gradients = keep_gradients
         self._mailbox = Mailbox()
-        self._edited: bool | Tensor | None = None  # whether masters have edits to adopt, until the next step
+        # Whether masters have edits to adopt in the next step; on the device until that is answered, None if not known.
+        self._edited: bool | Tensor | None = None
+        self._edits_are_usual = False  # the last answer told of some
         self._found: dict[Optimizer, Tensor] = {}  # fp32 [1] each: a non-finite gradient was noted
         self._known: dict[Optimizer, tuple[bool, int]] = {}  # what has been read back, and of which gradients
         self._pending: set[Optimizer] = set()  # gradients made by backward that no step has used or skipped
@@ -267,23 +268,26 @@ class GradientLedger:
         self._mailbox.send(flags)
         skip = flags[self.optimizers.index(optimizer)]
         self._edited = None
-        if looked:
+        if looked and not self._edits_are_usual:  # where they are, as of weights that are clipped, masters always adopt
             edits = flags[len(self.optimizers) + 1]
             skip, self._edited = torch.maximum(skip, edits), edits != 0
         return skip
 
+    @property
+    def held_back(self) -> bool:
+        """After :meth:`answered`: whether the step did nothing because weights had been edited, and has to be made."""
+        return self._edited is True
+
     def answered(self, optimizer: Optimizer) -> bool:
         """What :meth:`overflowed` tells, after :meth:`ask`, and after a step that took its answer.
 
-        Waits for the end of backward, while the device has that step to do. Afterwards :attr:`held_back` says whether
-        the step did nothing for another reason, and has to be made now.
+        Waits for the end of backward, while the device has that step to do.
 
         Raises:
             RuntimeError: As :meth:`overflowed` does.
         """
         found, edited = self._answer(optimizer, self._mailbox.receive())
-        self.held_back = self._held_back_by_edits and edited and not found
-        self._edited = True if self.held_back else None
+        self._edited = True if isinstance(self._edited, Tensor) and edited and not found else None
         if not (found or self.held_back):
             self._took(optimizer)
         return found
@@ -314,6 +318,7 @@ class GradientLedger:
         found = dict(zip(self.optimizers, values, strict=True))
         self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
+        self._edits_are_usual = bool(edits)
         return bool(found[optimizer]), bool(edits)
 
     def _place(self, optimizer: Optimizer) -> Place:
@@ -350,8 +355,9 @@ class GradientLedger:
                 and until then gradients stay.
         """
         masters, inverse_scale = self._masters, None
-        edited, self._edited = self._edited, None
-        self._held_back_by_edits = isinstance(edited, Tensor)
+        edited = self._edited
+        if not isinstance(edited, Tensor):
+            self._edited = None
         if not self.scaler.is_identity:
             # Not in a step that may do nothing: it unscales some gradients where they are, and would do so again.
             in_passing = masters is not None and not self._keep_gradients and not isinstance(edited, Tensor)

@@ -4,6 +4,7 @@ Nothing of a skipped step may be seen afterwards, and the reason must still be t
 """
 
 import math
+from typing import get_args
 
 import lightning as L
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, storage
 from lightning_mixprec import master as master_module
+from lightning_mixprec.storage import Masters
 
 
 def fused(make=torch.optim.AdamW, **options):
@@ -175,32 +177,39 @@ class Edits(L.Callback):
             net.norm.weight.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("masters", ["fp32", "split", "split24", "none"])
-@pytest.mark.parametrize(
-    ("precision", "make", "options"),
-    [
-        ("bf16", fused(), {}),
-        ("bf16", fused(), {"gradient_clip_val": 0.05}),
-        ("bf16", fused(), {"accumulate_grad_batches": 2}),
-        ("bf16", groups, {}),
-        ("bf16", lambda params: torch.optim.AdamW(params, lr=0.01), {"gradient_clip_val": 0.05}),
-        ("bf16", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {}),
-        ("fp16", fused(), {"gradient_clip_val": 0.05}),
-    ],
-    ids=["fused", "clipped", "accumulated", "groups", "foreach", "SGD", "fp16"],
-)
-def test_edits_count_where_the_host_cannot_look_at_once(masters, precision, make, options, monkeypatch):
-    """On a GPU whether there are any is read along with the rest; a CPU does not tell the one from the other."""
-    if precision == "fp16" and masters != "fp32":
-        pytest.skip("fp16 has no other rung")
+SETTINGS = {
+    "fused": ("bf16", fused(), {}),
+    "clipped": ("bf16", fused(), {"gradient_clip_val": 0.05}),
+    "accumulated": ("bf16", fused(), {"accumulate_grad_batches": 2}),
+    "groups": ("bf16", groups, {}),
+    "foreach": ("bf16", lambda params: torch.optim.AdamW(params, lr=0.01), {"gradient_clip_val": 0.05}),
+    "SGD": ("bf16", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {}),
+    "fp16": ("fp16", fused(), {"gradient_clip_val": 0.05}),
+}
+RUNGS = [(each, rung) for each in SETTINGS for rung in (["fp32"] if each == "fp16" else get_args(Masters))]
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Lets the host look at once, or as on a GPU not before it reads whatever else there is."""
+
+    def set_to(at_once):
+        for module in (storage, master_module):
+            monkeypatch.setattr(module, "reads_at_once", lambda _: at_once)
+
+    return set_to
+
+
+@pytest.mark.parametrize("edited", [{2, 3, 7}, set(range(10))], ids=["now and then", "always"])
+@pytest.mark.parametrize(("setting", "masters"), RUNGS)
+def test_edits_count_where_the_host_cannot_look_at_once(setting, masters, edited, looks):
+    precision, make, options = SETTINGS[setting]
     found = []
     for at_once in (True, False):
-        if not at_once:
-            monkeypatch.setattr(storage, "reads_at_once", lambda _: False)
-            monkeypatch.setattr(master_module, "reads_at_once", lambda _: False)
+        looks(at_once)
         module, spy = make_module(make, {3, 5}, rest), Spy()
         plugin = MasterWeightPrecision(precision, masters=masters)
-        make_trainer(plugin, callbacks=[Edits({2, 3, 7}), spy], **options).fit(module, loader(make_batches(10)))
+        make_trainer(plugin, callbacks=[Edits(edited), spy], **options).fit(module, loader(make_batches(10)))
         found.append((module.net.state_dict(), list(module.trainer.optimizers[0].state.values()), spy.seen))
     (weights, states, seen), (weights2, states2, seen2) = found
     assert_same(weights2, weights)
@@ -209,7 +218,7 @@ def test_edits_count_where_the_host_cannot_look_at_once(masters, precision, make
     assert all(torch.equal(a[key], b[key]) for a, b in zip(states, states2, strict=True) for key in a)
 
 
-def test_edits_between_two_optimizers_count_where_the_host_cannot_look_at_once(monkeypatch):
+def test_edits_between_two_optimizers_count_where_the_host_cannot_look_at_once(looks):
     class Two(TinyModule):
         def __init__(self):
             super().__init__()
@@ -230,9 +239,7 @@ def test_edits_between_two_optimizers_count_where_the_host_cannot_look_at_once(m
 
     found = []
     for at_once in (True, False):
-        if not at_once:
-            monkeypatch.setattr(storage, "reads_at_once", lambda _: False)
-            monkeypatch.setattr(master_module, "reads_at_once", lambda _: False)
+        looks(at_once)
         torch.manual_seed(0)
         module = Two()
         make_trainer(MasterWeightPrecision("bf16")).fit(module, loader(make_batches(5)))
