@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_mixprec.audit_result import Audit, LayerAudit
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.float8_trial import float8_errors
 from lightning_mixprec.formats import ACTIVATION_FORMATS, Tally, lost_updates
 from lightning_mixprec.magnitudes import nonfinite
@@ -30,7 +31,6 @@ from lightning_mixprec.observation import Observation, Steps
 from lightning_mixprec.overflow import first_nonfinite
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import COMPUTE_DTYPES, PrecisionPolicy
-from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.trial import Outcome, Trial
 
 _SCALES = (-14, 24)  # exponents that a DynamicLossScaler has by default

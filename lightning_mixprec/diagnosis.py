@@ -20,18 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mixprec.apart import in_backward, without_checkpointing, without_hooks
 from lightning_mixprec.inside import InnerOverflow
 from lightning_mixprec.magnitudes import nonfinite
 from lightning_mixprec.opaque import is_transformed
 from lightning_mixprec.overflow import Verdict, Watch
 from lightning_mixprec.ranks import several_ranks
-from lightning_mixprec.replay import (
-    Replayer,
-    in_backward,
-    meets_other_ranks,
-    without_checkpointing,
-    without_hooks,
-)
+from lightning_mixprec.replay import Replayer, meets_other_ranks
 from lightning_mixprec.scaler import DynamicLossScaler
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.apart import in_backward
 from lightning_mixprec.eligible import MULTIPLE
 from lightning_mixprec.layers import SwappedLayer, swap_
 from lightning_mixprec.policy import Float8Recipe, PrecisionPolicy
-from lightning_mixprec.replay import in_backward
 
 try:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

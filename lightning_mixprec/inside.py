@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.opaque import stored, visible_modules
-from lightning_mixprec.replay import tensors_in
 
 
 class InnerOverflow(TorchDispatchMode):

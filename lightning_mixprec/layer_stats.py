@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.formats import lost_updates
 from lightning_mixprec.opaque import is_script, is_transformed, stored
-from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.shards import local
 
 _SAMPLE = 2**14  # weights of a tensor whose updates are looked at

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.opaque import stored
-from lightning_mixprec.replay import tensors_in
 from lightning_mixprec.shards import local
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.formats import ACTIVATION_FORMATS, GRADIENT_FORMATS, Tally
 from lightning_mixprec.opaque import visible_modules
-from lightning_mixprec.replay import tensors_in
 
 
 class Steps:

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mixprec.apart import apart, in_backward
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.magnitudes import cures, differ, headroom_bits, largest, nonfinite
 from lightning_mixprec.opaque import is_transformed, visible_modules
-from lightning_mixprec.replay import Replayer, ReplayError, apart, in_backward, tensors_in
+from lightning_mixprec.replay import Replayer, ReplayError
 
 # Incoming gradients of this magnitude leave fp16 19 bits to its largest number: a layer that needs more is steep.
 _LARGE_GRADIENT = 0.125

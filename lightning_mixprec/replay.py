@@ -10,28 +10,21 @@ checkpointing around it, which counts what is saved for backward, it does not ex
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils import checkpoint as checkpointing
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_mixprec.apart import apart, attributes_kept, without_checkpointing, without_hooks
 from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.layers import Fp32Layer, map_tensors, restore_, swap_
 from lightning_mixprec.opaque import visible_modules
 from lightning_mixprec.widening import widened
-
-_WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 
 
 class ReplayError(RuntimeError):
@@ -105,7 +98,10 @@ class Replayer:
             through: Tensor = _Through.apply(param, self._value_of(param))
             return through
 
-        with self._again(module, args, kwargs, weight if fp32 else _as_it_is, fp32=fp32, keep=keep) as (output, given):
+        with self._again(module, args, kwargs, weight if fp32 else lambda tensor: tensor, fp32=fp32, keep=keep) as (
+            output,
+            given,
+        ):
             pass
         if keep and not _goes_back(output, given):
             return map_tensors(output, Tensor.detach)
@@ -186,7 +182,7 @@ class Replayer:
                 contexts.enter_context(without_checkpointing())
                 contexts.enter_context(torch.random.fork_rng(devices=self.devices))
                 contexts.enter_context(compute_context(self._device_type, self.compute))
-                contexts.enter_context(_attributes(module, keep=keep))
+                contexts.enter_context(attributes_kept(module, keep=keep))
                 if not self._call_hooks:
                     contexts.enter_context(without_hooks(module))
                 if fp32:
@@ -235,122 +231,6 @@ def meets_other_ranks(module: nn.Module) -> bool:
         isinstance(each, FSDPModule) or (isinstance(each, nn.SyncBatchNorm) and each.training)
         for each in module.modules()
     )
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in containers, dataclasses and attributes of other objects, with where it stands.
-
-    Example:
-        >>> [path for path, _ in tensors_in({"x": torch.ones(1), "more": [torch.ones(1)]})]
-        ["['x']", "['more'][0]"]
-    """
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), f"{path}.{field.name}")
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module) and not callable(value):
-        # Such as the distribution that an autoencoder returns; no deeper, for it may hold anything.
-        for name, item in vars(value).items():
-            if isinstance(item, Tensor):
-                yield f"{path}.{name}", item
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Outside of whatever surrounds the caller and looks at operations or at what they save for backward.
-
-    Activation checkpointing does both: it compares what a forward has saved with what the recomputation saves.
-
-    Example:
-        >>> x = torch.ones(1, requires_grad=True)
-        >>> with torch.autograd.graph.saved_tensors_hooks(lambda x: print("saved"), lambda x: x), apart():
-        ...     _ = x * x
-    """
-    # Detached, for an operation that saves its own result would keep itself alive; autograd puts its history back.
-    with saved_tensors_hooks(Tensor.detach, _as_it_is), _disable_current_modes():
-        yield
-
-
-@contextmanager
-def without_checkpointing() -> Iterator[None]:
-    """Activation checkpointing by torch keeps what it is asked to compute again: by then, a replay has ended.
-
-    Example:
-        >>> with without_checkpointing():
-        ...     y = checkpointing.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
-        >>> y.grad_fn._saved_self
-        tensor([1.], requires_grad=True)
-    """
-    module: Any = checkpointing  # both kinds look these up when they are called, whoever has imported them
-    reentrant, hook = module.CheckpointFunction, module._checkpoint_hook
-    module.CheckpointFunction, module._checkpoint_hook = _NoCheckpoint, nullcontext
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_hook = reentrant, hook
-
-
-class _NoCheckpoint:
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def in_backward() -> bool:
-    """Whether autograd is at work: then it is checkpointing that calls a module, once more.
-
-    Example:
-        >>> in_backward()
-        False
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """No hook of anybody below ``module``, except for those that make a weight (weight and spectral normalisation).
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> handle = layer.register_forward_hook(lambda *_: print("called"))
-        >>> with without_hooks(layer):
-        ...     _ = layer(torch.ones(1, 1))
-    """
-    kept = {each: (each._forward_pre_hooks, each._forward_hooks) for _, each in visible_modules(module)}
-    for each, (before, _) in kept.items():
-        each._forward_pre_hooks = OrderedDict(
-            (k, hook) for k, hook in before.items() if isinstance(hook, _WEIGHT_HOOKS)
-        )
-        each._forward_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        for each, (before, after) in kept.items():
-            each._forward_pre_hooks, each._forward_hooks = before, after
-
-
-@contextmanager
-def _attributes(module: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Give back what a call sets on the modules: a cache, a counter, an auxiliary loss."""
-    held = {each: dict(each.__dict__) for _, each in visible_modules(module)}
-    try:
-        yield
-    finally:
-        if not keep:
-            for each, attributes in held.items():
-                each.__dict__.clear()
-                each.__dict__.update(attributes)
 
 
 @contextmanager

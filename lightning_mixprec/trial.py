@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mixprec.autocast import compute_context
+from lightning_mixprec.containers import tensors_in
 from lightning_mixprec.layers import map_tensors, restore_, swap_layers_
 from lightning_mixprec.magnitudes import cures, differ, largest, nonfinite
 from lightning_mixprec.observation import Observation
@@ -29,7 +30,7 @@ from lightning_mixprec.opaque import visible_modules
 from lightning_mixprec.overflow import is_within
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
-from lightning_mixprec.replay import Replayer, ReplayError, tensors_in
+from lightning_mixprec.replay import Replayer, ReplayError
 
 
 @dataclass

@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, NonFiniteGradientsError
-from lightning_mixprec.replay import Replayer, without_checkpointing
+from lightning_mixprec.apart import without_checkpointing
+from lightning_mixprec.replay import Replayer
 
 again = functools.partial(checkpoint, use_reentrant=False)
 selective = functools.partial(
