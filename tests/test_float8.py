@@ -462,10 +462,12 @@ class Blocks(nn.Module):
 class Checkpointed(Blocks):
     """Activations of blocks are computed again in backward."""
 
+    use_reentrant = False
+
     def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
+            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
         return self.head(x)
 
 
@@ -1030,13 +1032,6 @@ def test_layers_that_no_token_enters_are_named_once(called, named):
 def test_tokens_are_counted_once_though_computed_again(use_reentrant):
     """In manual optimization the backward is within the step."""
 
-    class Checkpointed(Blocks):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=use_reentrant)
-            return self.head(x)
-
     class Manual(Module):
         automatic_optimization = False
 
@@ -1045,8 +1040,9 @@ def test_tokens_are_counted_once_though_computed_again(use_reentrant):
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    plugin = MasterWeightPrecision(policy())
-    fit(Manual(Checkpointed()), plugin)
+    net, plugin = Checkpointed(), MasterWeightPrecision(policy())
+    net.use_reentrant = use_reentrant
+    fit(Manual(net), plugin)
     assert plugin.fp8_tokens == 24
 
 
