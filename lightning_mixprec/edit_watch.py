@@ -27,6 +27,7 @@ from lightning_mixprec.master import MasterWeights
 
 _TIMES = 3  # that the same values are written before it is taken for a change that was to be
 _FOLLOWED = 256  # batches, at least, once versions have shown writes
+_ALL_FOLLOWED = 2048  # of a fit: who writes to weights in every batch, and rightly, shall not be watched for ever
 _LOST = (
     "changed by hand, outside the optimizer, and of the change 16 bits show too little: a small decay, average or "
     "noise rounds away in them. Write into the fp32 weights: `with trainer.precision_plugin.fp32_weights(pl_module) as "
@@ -67,6 +68,7 @@ class EditWatch(TorchDispatchMode):
         self._lost, self._rounded = LostEdits(_TIMES), RoundedAverages()
         self._unsaid: list[tuple[LostEdits | RoundedAverages, str]] = [(self._lost, _LOST), (self._rounded, _ROUNDED)]
         self._steps = self._follow = 0
+        self._left = _ALL_FOLLOWED
         self._versions = -1  # sum of them, as of the last look
         self._due = True
         self._stepped = self._entered = self._open = False
@@ -83,12 +85,15 @@ class EditWatch(TorchDispatchMode):
             return
         self._stepped = False
         self._steps += 1
-        self._follow = max(0, self._follow - 1)
+        if self._follow:
+            self._follow -= 1
+            self._left -= 1
         self._due = self._steps & (self._steps - 1) == 0
         if self._due:
             before, self._versions = self._versions, sum(param._version for param in self._masters)
             if before not in (-1, self._versions):
-                self._follow = max(_FOLLOWED, self._steps // 4)  # long enough for whatever comes every so many steps
+                # Long enough for whatever comes every so many steps.
+                self._follow = min(max(_FOLLOWED, self._steps // 4), self._left)
 
     def stepped(self) -> None:
         """An optimizer has made a step in this batch."""

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mixprec import MasterWeightPrecision
+from lightning_mixprec import MasterWeightPrecision, edit_watch
 from lightning_mixprec.edit_watch import EditWatch
+from lightning_mixprec.master import MasterWeights
 
 
 def reports(edit=None, plugin=None, batches=8, module=None, hook="on_train_batch_end", callbacks=(), **kwargs):
@@ -273,3 +274,23 @@ def test_an_error_in_a_hook_leaves_no_mode_behind():
     with pytest.raises(KeyError, match="of the user"):
         reports(fails)
     assert not _get_current_dispatch_mode_stack()
+
+
+def test_right_writes_in_every_batch_are_not_watched_for_ever(monkeypatch):
+    """Of 40 batches with weights that are clipped by hand, the first that versions show and then 1, 2, 4, ... alone."""
+    monkeypatch.setattr(edit_watch, "_ALL_FOLLOWED", 6)
+    net = nn.Linear(2, 2, bias=False)
+    masters = MasterWeights(net, {"weight": torch.bfloat16})
+    masters.allocate()
+    watch, watched = EditWatch(masters), []
+    for step in range(1, 41):
+        watch.begin_batch()
+        watch.open_()
+        if watch in _get_current_dispatch_mode_stack():
+            watched.append(step - 1)
+        with torch.no_grad():
+            net.weight.clamp_(-0.5, 0.5)
+        watch.close_()
+        watch.stepped()
+    assert watched == [0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
+    assert list(watch.reports(net)) == []
