@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import isqrt
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,9 +23,9 @@ from lightning_mixprec.encoding import decode_, encode_, round_
 Masters: TypeAlias = Literal["fp32", "split", "split24", "none"]
 EXTRA_BITS: dict[str, int] = {"split": 16, "split24": 8, "none": 0}  # beside the 16 of the parameter
 
-# Words of a large bucket's fingerprint that are this many apart are added up before they are weighed. A prime, so that
-# what is moved by whole rows or tensors changes its column.
-_COLUMNS = 2039
+# Words of a large bucket's fingerprint that are about this many apart are added up before they are weighed. So many
+# that the sum runs at the speed of memory, and so few that the weights are small beside the bucket.
+_COLUMNS = 2**14
 _ALIGNMENT = {"cpu": 1}  # elements between which parameters start; elsewhere 8, the 16 bytes that GPU kernels ask for
 
 
@@ -90,11 +91,10 @@ class Bucket:
         sizes = [param.numel() for param in self.params[:-1]]
         self.seamless = self.packed and all(size % 16 == 0 or size >= 2**16 for size in sizes)
         self.index = {param: place for place, param in enumerate(self.params)}
-        words = -(-size // 4)  # of 64 bits: what the fingerprint looks at, whole rows of them where there are many
+        words = -(-size // 4)  # of 64 bits: what the fingerprint looks at, in rows of equal length
         size = 4 * words
-        columns = words if words < 2**16 else _COLUMNS
-        self._memory = torch.zeros(-(-words // columns) * columns * 4, dtype=dtype, device=device)
-        self._columns = columns
+        self._columns = _columns(words)
+        self._memory = torch.zeros(-(-words // self._columns) * self._columns * 4, dtype=dtype, device=device)
         self._view_words()
         self.half = self._memory[:size]
         self.master = torch.zeros(size, dtype=torch.float32, device=device) if masters == "fp32" else None
@@ -299,6 +299,19 @@ class Bucket:
                 self._take_over()  # what was written before it was replaced
                 kept = given.to(self.dtype) == view
                 self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))
+
+
+def _columns(words: int) -> int:
+    """Length of a row of a fingerprint's table: all words, or the first prime from which few are added for padding.
+
+    A prime, so that what is moved by whole rows or tensors changes its column.
+    """
+    if words < 2**16:
+        return words
+    columns = -(-words // (words // _COLUMNS))
+    while any(columns % divisor == 0 for divisor in range(2, isqrt(columns) + 1)):
+        columns += 1
+    return columns
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:

@@ -85,9 +85,13 @@ def products(layer, x, grad):
     return plain, x.grad, layer.weight.grad
 
 
-@pytest.mark.parametrize("emulate", [True, False])  # a CPU computes it either way; the plugin asks for the first
+# A CPU computes it either way (with torch 2.11 not row by row); the plugin asks for the first.
+WAYS = [(recipe, emulate) for recipe in RECIPES for emulate in (True, False)]
+WAYS = [way for way in WAYS if torch.__version__ >= (2, 12) or way != ("rowwise", False)]
+
+
 @pytest.mark.parametrize("tokens", [32, 5, 1, 16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "emulate"), WAYS)
 def test_all_three_products_are_those_of_fp8_values(recipe, tokens, emulate):
     layer = float8_linear(recipe=recipe, emulate=emulate, bias=False)
     x = torch.randn(tokens, 64).to(BF16)
@@ -199,6 +203,7 @@ def test_products_are_of_shapes_that_hardware_takes(recipe, tokens, monkeypatch)
         assert a.stride(1) == 1  # row-major
         assert b.stride(0) == 1  # column-major
         shapes.append((tuple(a.shape), tuple(b.shape)))
+        kwargs |= dict.fromkeys(("scale_a", "scale_b"), torch.ones(()))  # on a CPU, torch 2.11 takes no others
         return plain(a, b, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", picky)

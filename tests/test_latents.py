@@ -373,6 +373,7 @@ def test_a_nan_in_the_cache_ends_training_with_the_file(
 
 LATENT = ["trainer.max_steps=14", "experiment=digits_latent", "model.in_channels=2", "trainer.accelerator=cpu"]
 LATENT += ["trainer.val_check_interval=7", "sampler.steps=2", "callbacks.samples.per_class=1"]
+LATENT += ["model.hidden_size=16", "model.depth=1", "model.num_heads=2"]  # CPUs without bf16 instructions are slow
 
 
 @pytest.fixture(scope="module")
