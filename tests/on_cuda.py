@@ -7,9 +7,12 @@ import lightning as L
 import pretend_cuda
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from reference import loader, make_batches, make_module, make_trainer
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision
+from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision, PrecisionMonitor
+from lightning_mixprec.gradients import found_nonfinite
+from lightning_mixprec.reduction import mean_over_ranks
 
 OPTIMIZERS = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -63,6 +66,82 @@ def test_a_fit_ends_as_on_a_cpu_and_hardly_waits(precision, masters, optimizer):
             assert batch == ["event"], f"a batch waits for {batch}"
         else:
             assert ["overflowed" in wait for wait in batch] == [True], f"a batch waits for {batch}"
+
+
+def test_callbacks_do_not_make_a_batch_wait_more_often(tmp_path):
+    """Averages in every batch, and the monitor where nothing is logged."""
+    waits, callbacks = Waits(), [MasterWeightAveraging(decay=0.5), PrecisionMonitor(layers_every_n_steps=None)]
+    logger = TensorBoardLogger(tmp_path)
+    fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[waits, *callbacks], logger=logger, log_every_n_steps=100)
+    assert callbacks[0].n_averaged == 8
+    assert waits.batches[1:] == [["event"]] * 7
+
+
+def test_a_look_at_the_layers_waits_a_few_times_however_many_parameters_there_are(tmp_path):
+    waits, monitor = Waits(), PrecisionMonitor(layers_every_n_steps=4)
+    logger = TensorBoardLogger(tmp_path)
+    fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[waits, monitor], logger=logger, log_every_n_steps=100)
+    assert monitor.layers
+    assert not [wait for batch in waits.batches for wait in batch if wait.startswith("cpu -> cuda")]
+
+
+def test_layers_are_looked_at_in_a_deterministic_fit(tmp_path):
+    monitor, options = PrecisionMonitor(layers_every_n_steps=4), {"logger": TensorBoardLogger(tmp_path)}
+    try:
+        fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[monitor], deterministic=True, **options)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert monitor.layers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
+def test_nonfinite_gradients_are_found_in_any_precision(dtype, bad):
+    grads = [torch.full((3, 5), 3e4, dtype=dtype, device="cuda"), torch.ones(0, dtype=dtype, device="cuda")]
+    if bad is not None:
+        grads[0][1, 2] = bad
+    for given in (grads, grads[::-1], [*grads, torch.ones(2, device="cuda").double()]):
+        assert found_nonfinite(given, pretend_cuda.GPU).tolist() == [float(bad is not None)]
+    assert found_nonfinite(grads[1:], pretend_cuda.GPU).tolist() == [0.0]
+    assert found_nonfinite([], pretend_cuda.GPU).tolist() == [0.0]
+
+
+def test_gradients_of_a_window_are_averaged_where_the_ranks_can_meet(monkeypatch):
+    """NCCL knows no tensors of a CPU, where they are at the end of a fit."""
+    met = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: met.append(tensor.device.type))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    params = [("a", torch.nn.Parameter(torch.ones(2))), ("b", torch.nn.Parameter(torch.ones(2)))]
+    means = mean_over_ranks({"a": torch.ones(2)}, params, pretend_cuda.GPU)
+    assert set(met) == {"cuda"}
+    assert means.keys() == {"a"}
+    assert means["a"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_fit_ends_in_the_middle_of_a_window(precision):
+    """Its gradients have gone to the CPU with the module, and the loss scale has not."""
+
+    class Interrupt(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                raise ZeroDivisionError
+
+    make = OPTIMIZERS["fused"]
+    found = []
+    for accelerator in ("cpu", "gpu"):
+        module = make_module(make)
+        scaler = DynamicLossScaler(init_scale=16) if precision == "fp16" else None
+        plugin = MasterWeightPrecision(precision, scaler=scaler)
+        trainer = make_trainer(plugin, accelerator=accelerator, callbacks=[Interrupt()], accumulate_grad_batches=4)
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(module, loader(make_batches(8)))
+        found.append((module, plugin.state_dict()["partial_gradients"]))
+    (expected, gradients), (module, gradients2) = found
+    assert_equal_fp32_on_the_host(module, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradients2[name], gradient, rtol=1e-2, atol=1e-2)
 
 
 def assert_equal_fp32_on_the_host(module, expected):

@@ -35,6 +35,9 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { retur
 # The host reads a value, or a shape that depends on one.
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 READS |= {"bincount", "repeat_interleave"}
+# What CUDA's kernels refuse and a CPU's do not (torch 2.11 and 2.14).
+NOT_IN_BF16 = {"_amp_foreach_non_finite_check_and_unscale_"}
+UNORDERED = {"histc", "put_", "kthvalue", "cumsum"}
 
 _on_host: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address is used twice
 _on_gpu: dict[int, torch.UntypedStorage] = {}
@@ -125,6 +128,9 @@ class PretendedGpu(TorchDispatchMode):
             composite = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
             found = any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in composite)
             assert found, f"{func} has no kernel for CUDA"
+        bf16 = any(each.dtype == torch.bfloat16 for each in tensors)
+        assert not (bf16 and name in NOT_IN_BF16), f"{func} is not implemented for bf16 on CUDA"
+        assert not (name in UNORDERED and torch.are_deterministic_algorithms_enabled()), f"{func} is not deterministic"
         if name in ("copy_", "_to_copy"):
             source, target = args[1 if name == "copy_" else 0], args[0]
             to = device or (target.device if name == "copy_" else source.device)
