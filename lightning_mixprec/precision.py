@@ -291,7 +291,7 @@ class MasterWeightPrecision(Precision):
             reduction = self._answers.reduction = GradientReduction(self.master_weights, self.reduce_dtype)
             reduction.follow(model)
         if optimizers and module.trainer.state.fn == "fit":
-            if self._device.type == "cpu" and (slow := slowness(self.compute_dtype)):
+            if self._device.type in ("cpu", "cuda") and (slow := slowness(self.compute_dtype, self._device)):
                 rank_zero_info(slow)
             self._fit = Fit(
                 module,

@@ -1,7 +1,9 @@
 """What a GPU asks of the plugin, on one that is pretended; `test_cuda.py` runs this in a process of its own."""
 
+import logging
 import os
 from itertools import pairwise
+from unittest import mock
 
 import lightning as L
 import pretend_cuda
@@ -142,6 +144,15 @@ def test_a_fit_ends_in_the_middle_of_a_window(precision):
     assert_equal_fp32_on_the_host(module, expected)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradients2[name], gradient, rtol=1e-2, atol=1e-2)
+
+
+def test_an_old_gpu_is_told_from_a_new_one(caplog):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        fit("gpu", "bf16", "fp32", OPTIMIZERS["SGD"])
+        assert "no bf16 instructions" not in caplog.text
+        with mock.patch("torch.cuda.get_device_capability", return_value=(7, 0)):
+            fit("gpu", "bf16", "fp32", OPTIMIZERS["SGD"])
+    assert "no bf16 instructions (compute capability 7.0" in caplog.text
 
 
 def assert_equal_fp32_on_the_host(module, expected):

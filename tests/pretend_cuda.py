@@ -203,6 +203,7 @@ def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1
         "torch.cuda.get_device_name": lambda device=None: about.name,
         "torch.cuda.get_device_properties": lambda device=None: about,
         "torch.cuda.is_bf16_supported": lambda including_emulation=True: including_emulation or capability[0] >= 8,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
         "torch.cuda.current_stream": lambda device=None: mock.MagicMock(),
         "torch.cuda.Event": _Event,
         "torch.cuda.synchronize": lambda device=None: waits.append("synchronize"),
