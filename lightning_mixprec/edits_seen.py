@@ -108,7 +108,7 @@ class LostEdits:
                 param = bucket.params[index]
                 if param not in self._replaced:
                     self._replaced.add(param)
-                    self._same.setdefault(param, []).append((param.data.to(view.dtype) == view).float().mean() > 0.9)
+                    self._same.setdefault(param, []).append((param.data.to(view) == view).float().mean() > 0.9)
 
     def stepped(self) -> None:
         """An optimizer has taken over what was put."""

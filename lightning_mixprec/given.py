@@ -39,9 +39,11 @@ class Given:
 
     def __init__(self, entries: Iterable[tuple[Tensor, torch.dtype, list[nn.Parameter]]] = ()) -> None:
         self._found = {tensor: (dtype, around) for tensor, dtype, around in entries}
+        self._buffers: dict[tuple[nn.Module, str], Tensor] = {}  # of them, where they were when last looked for
 
     def entries(self, tensors: Iterable[Tensor] | None = None) -> list[tuple[Tensor, torch.dtype, list[nn.Parameter]]]:
         """What is known of ``tensors``, by default of all: for another one."""
+        self._follow_buffers()
         tensors = self._found if tensors is None else tensors
         return [(tensor, *self._found[tensor]) for tensor in tensors if tensor in self._found]
 
@@ -55,8 +57,24 @@ class Given:
             self._found.setdefault(tensor, (tensor.dtype, around))
         tensor.data = tensor.data.float()
 
+    def widen_buffer_(self, module: nn.Module, name: str, around: Iterable[nn.Parameter]) -> None:
+        """The same for a buffer, which is another tensor once its module has been moved to another device."""
+        buffer = module._buffers[name]
+        if buffer is not None:
+            self.widen_(buffer, around)
+            if buffer in self._found:
+                self._buffers[module, name] = buffer
+
+    def _follow_buffers(self) -> None:
+        for (module, name), buffer in self._buffers.items():
+            now = module._buffers.get(name)
+            if now is not None and now is not buffer and (now.dtype, now.shape) == (buffer.dtype, buffer.shape):
+                self._found[now] = self._found.pop(buffer)
+                self._buffers[module, name] = now
+
     def shown(self, tensor: Tensor) -> Tensor | None:
         """``tensor`` in the dtype that it was given in; None if it is to stay as it is."""
+        self._follow_buffers()
         if tensor not in self._found:
             return None
         dtype, around = self._found[tensor]
@@ -65,11 +83,13 @@ class Given:
     @torch.no_grad()
     def restore_(self) -> None:
         """Give everything its dtype back, in place, and forget it."""
+        self._follow_buffers()
         for tensor in self._found:
             value = self.shown(tensor)
             if value is not None:
                 tensor.data = value
         self._found.clear()
+        self._buffers.clear()
 
 
 def widen_buffers_(model: nn.Module, given: Given, meant: Callable[[str, nn.Module, list[nn.Parameter]], bool]) -> None:
@@ -91,11 +111,12 @@ def widen_buffers_(model: nn.Module, given: Given, meant: Callable[[str, nn.Modu
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for qualified, module in modules.items():
-        half = [] if is_script(module) else [b for b in module._buffers.values() if b is not None and b.dtype in HALF]
+        buffers = {} if is_script(module) else module._buffers
+        half = [own for own, buffer in buffers.items() if buffer is not None and buffer.dtype in HALF]
         if half:
             name, around = qualified, list(module.parameters())
             while not around and name:
                 name = name.rpartition(".")[0]
                 around = list(modules[name].parameters())
-            for buffer in half if meant(qualified, module, around) else []:
-                given.widen_(buffer, around)
+            for own in half if meant(qualified, module, around) else []:
+                given.widen_buffer_(module, own, around)

@@ -47,18 +47,17 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
         tensor([1.])
     """
     found = torch.zeros(1, dtype=torch.float32, device=device)
-    one = torch.ones(1, dtype=torch.float32, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         values = grad if type(grad) is Tensor and grad.layout is torch.strided else _values(grad)
         by_dtype.setdefault(values.dtype, []).append(values)
     for dtype, tensors in by_dtype.items():
         tensors = [torch.view_as_real(each) for each in tensors] if dtype.is_complex else tensors
-        if device.type == "cpu":
-            tensors = _suspects(tensors)
-        if tensors:
+        if device.type != "cpu":
+            found = torch.maximum(found, _any_nonfinite(tensors))
+        elif tensors := _suspects(tensors):
             # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.ones(1))
     return found
 
 
@@ -66,6 +65,17 @@ def _values(grad: Tensor) -> Tensor:
     """This rank's elements, those that are stored."""
     grad = local(grad)
     return grad._values() if grad.is_sparse else grad
+
+
+def _any_nonfinite(tensors: list[Tensor]) -> Tensor:
+    """By their largest magnitudes, of which NaN is the largest: a call that only reads, in any precision.
+
+    GradScaler's kernel writes as well, and knows no bf16 on CUDA (torch 2.14).
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]  # of nothing there is no largest
+    if not filled:
+        return torch.zeros((), device=tensors[0].device)
+    return ~torch.stack(torch._foreach_norm(filled, torch.inf)).isfinite().all()
 
 
 def _suspects(tensors: list[Tensor]) -> list[Tensor]:

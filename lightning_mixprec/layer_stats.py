@@ -10,7 +10,8 @@ the batch that is looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,7 +123,7 @@ class BatchStats:
                 size = grad.abs()
                 self._add(name, "zero", (size == 0).sum())
                 self._add(name, "subnormal", ((size > 0) & (size < torch.finfo(grad.dtype).smallest_normal)).sum())
-                self._add(name, "elements", torch.tensor(float(grad.numel()), device=grad.device))
+                self._add(name, "elements", torch.full((), float(grad.numel()), device=grad.device))
             if (name, "gradient") in self._numbers:
                 self._numbers[name, "scale"] = scale
 
@@ -184,12 +185,24 @@ class BatchStats:
         self._add(name, "non_finite", (~finite).sum())
         low, high = _EXPONENTS
         exponents = torch.where(finite & (values != 0), values, torch.nan).abs().float().log2().floor()
-        counts = torch.histc(exponents.nan_to_num(low - 1.0).flatten(), bins=high - low, min=low, max=high)
+        with _in_any_order():
+            counts = torch.histc(exponents.nan_to_num(low - 1.0).flatten(), bins=high - low, min=low, max=high)
         self.exponents[key] = self.exponents[key] + counts if key in self.exponents else counts
 
     def _add(self, name: str, what: str, count: Tensor) -> None:
         key = (name, what)
         self._numbers[key] = self._numbers[key] + count if key in self._numbers else count.float()
+
+
+@contextmanager
+def _in_any_order() -> Iterator[None]:
+    """Let CUDA count under `Trainer(deterministic=True)`, which refuses sums in any order, of whole numbers too."""
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
 def exponent_edges() -> list[int]:

@@ -408,7 +408,7 @@ class GradientLedger:
         for name, param in named:
             if param.grad is not None:
                 grad = whole(param.grad.detach().float())
-                grads[name] = grad * inverse if param in self._scaled else grad.clone()
+                grads[name] = grad * inverse.to(grad.device) if param in self._scaled else grad.clone()
         return grads
 
     @torch.no_grad()

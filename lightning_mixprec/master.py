@@ -299,9 +299,10 @@ class MasterWeights:
         """Make the module fp32 again, equal to the masters, and remove every hook. Frozen parameters are as given."""
         for borrower in self._borrowers.values():
             borrower.close()
+        devices = {param: param.device for param in self._stand_ins}  # Lightning has moved the module to the CPU by now
         self.adopt_edits()
-        for param in self._stand_ins:
-            value = self.peek(param).to(param.device)
+        for param, device in devices.items():
+            value = self.peek(param).to(device)
             set_fp32_(param, value.clone() if value._is_view() else value)  # not a slice that keeps a bucket alive
         self._given.restore_()
         for hooks in self._hooks:

@@ -41,13 +41,19 @@ log = logging.getLogger(__name__)
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """Refuse strategies that own their precision or shard parameters."""
+    """Refuse strategies that own their precision or shard parameters, and devices that lack what it takes."""
     foreign = isinstance(strategy, (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy))
     if foreign or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         raise MisconfigurationException(
             f"MasterWeightPrecision does not run under {type(strategy).__name__}, which owns its precision or shards "
             "parameters its own way. Use Trainer(strategy='ddp') on several devices, strategy='auto' on one, or FSDP2: "
             "ModelParallelStrategy with lightning_mixprec.sharding.shard_ in configure_model."
+        )
+    if strategy.root_device.type == "mps":
+        raise MisconfigurationException(
+            "MasterWeightPrecision does not run on accelerator='mps', which has no float64: loss scales and counters "
+            "could not be exact. Use accelerator='cpu', or a CUDA device; Trainer(precision='bf16-mixed') is "
+            "Lightning's own there."
         )
 
 

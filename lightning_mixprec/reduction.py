@@ -159,7 +159,8 @@ def mean_over_ranks(
     means = {}
     for (name, param), somewhere in zip(named, made.tolist(), strict=True):
         if somewhere:
-            means[name] = grads[name] if name in grads else torch.zeros_like(param, dtype=torch.float32)
-            dist.all_reduce(means[name])
-            means[name] /= dist.get_world_size()
+            mean = grads[name] if name in grads else torch.zeros_like(param, dtype=torch.float32)
+            mean = mean.to(device)  # at the end of a fit Lightning has moved the module, and NCCL takes none from a CPU
+            dist.all_reduce(mean)
+            means[name] = mean.div_(dist.get_world_size()).to(param.device)
     return means

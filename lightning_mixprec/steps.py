@@ -46,12 +46,14 @@ class Outcome:
 
     Attributes:
         skipped: Whether an update was skipped.
+        taken: Batches whose update was taken, in this process.
         optimizers: Those that skipped.
         advances: Whether schedules may.
         gradients: Names of those that were there at the last skip, and for each, on the device, whether it was bad.
     """
 
     skipped: bool = False
+    taken: int = 0
     optimizers: set[Optimizer] = field(default_factory=set)
     advances: bool = True
     gradients: tuple[list[str], Tensor] = field(default_factory=lambda: ([], torch.zeros(0)))
@@ -218,6 +220,7 @@ class Steps:
         stepped = self._ledger.end_batch()
         if stepped is None:
             return
+        self._outcome.taken += stepped
         self._decided, self._nonfinite_loss = True, None
         self._buffers.look()
         watch = self._diagnosis.watch

@@ -195,8 +195,9 @@ class Bucket:
         param = self.params[index]
         half, values = self.view(self.half, index), self._peek_written(index)
         if param.dtype != self.dtype or param.data_ptr() != half.data_ptr():  # replaced
-            kept = param.data.to(self.dtype) == half
-            held = param.data if self.master is not None or self.rest is not None else param.data.to(self.dtype)
+            given = param.data.to(half.device)
+            kept = given.to(self.dtype) == half
+            held = given if self.master is not None or self.rest is not None else given.to(self.dtype)
             return torch.where(kept, values, held.float())
         return values
 
@@ -293,7 +294,7 @@ class Bucket:
     def _alias(self) -> None:
         """Let every parameter's memory be its part of :attr:`half`, taking over what it holds now."""
         for index, view in self.replaced():
-            given = self.params[index].data
+            given = self.params[index].data.to(view.device)  # where a module is on its way to another
             self.params[index].data = view
             if self._ready:  # replaced from outside: what differs from before is taken over exactly
                 self._take_over()  # what was written before it was replaced

@@ -21,6 +21,7 @@ from reference import (
 from torch import nn
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, PrecisionMonitor, PrecisionPolicy
+from lightning_mixprec.given import Given, widen_buffers_
 from lightning_mixprec.state_hooks import leftovers
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
@@ -221,6 +222,21 @@ def test_statistics_of_a_frozen_network_go_back_to_the_dtype_given(kind, tracks)
         torch.testing.assert_close(value.float(), wide.state_dict()[name].float(), rtol=2e-2, atol=2e-2)
     if tracks:
         assert any(not torch.equal(value, before[name]) for name, value in snapshot(teacher).items())
+
+
+def test_statistics_go_back_to_the_dtype_given_from_another_device():
+    """Where `Module.to` puts other tensors in the place of buffers: before the fit, and after it."""
+    norm = nn.BatchNorm1d(2).half().requires_grad_(False)
+    norm.running_mean.fill_(0.1)
+    before, given = snapshot(norm), Given()
+    widen_buffers_(norm, given, lambda *_: True)
+    norm._apply(torch.clone)
+    assert norm.running_mean.dtype == torch.float32
+    assert given.shown(norm.running_mean).dtype == torch.float16
+    assert [dtype for _, dtype, _ in given.entries([norm.running_var])] == [torch.float16]
+    norm._apply(torch.clone)
+    given.restore_()
+    assert_same(snapshot(norm), before)
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])

@@ -43,6 +43,18 @@ def test_nothing_is_said_where_torch_does_not_tell(monkeypatch):
     assert [slowness(dtype) for dtype in HALF] == ["", ""]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "slow"),
+    [(torch.bfloat16, (7, 5), True), (torch.bfloat16, (8, 0), False), (torch.float16, (7, 0), False)],
+)
+def test_a_gpu_is_asked_for_its_capability(dtype, capability, slow, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    said = slowness(dtype, torch.device("cuda", 1))
+    assert bool(said) is slow
+    assert not slow or ("Tesla T4 has no bf16" in said and "7.5" in said and "fp16" in said)
+
+
 @pytest.mark.parametrize("lacking", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_fit_says_it_once_at_its_start(precision, lacking, monkeypatch, caplog):

@@ -32,6 +32,7 @@ from lightning_mixprec import (
     NonFiniteGradientsError,
     PrecisionPolicy,
 )
+from lightning_mixprec.questions import refuse_strategy
 
 HALVES = ["bf16", "fp16"]
 RUNGS = ["fp32", "split", "split24", "none"]
@@ -1013,6 +1014,13 @@ def test_foreign_strategies_are_refused_naming_the_alternative():
 
     with pytest.raises(TypeError, match=r"FSDP.*MasterWeightPrecision\('bf16'.*strategy='ddp'"):
         FSDPStrategy(precision_plugin=MasterWeightPrecision("bf16"))
+
+
+def test_a_device_without_float64_is_refused():
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    with pytest.raises(MisconfigurationException, match=r"accelerator='mps'.*float64.*accelerator='cpu'"):
+        refuse_strategy(SingleDeviceStrategy(torch.device("mps")))
 
 
 def test_trainer_reports_the_real_mode():

@@ -1,0 +1,162 @@
+"""What a GPU asks of the plugin, on one that is pretended; `test_cuda.py` runs this in a process of its own."""
+
+import logging
+import os
+from itertools import pairwise
+from unittest import mock
+
+import lightning as L
+import pretend_cuda
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from reference import loader, make_batches, make_module, make_trainer
+
+from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision, PrecisionMonitor
+from lightning_mixprec.gradients import found_nonfinite
+from lightning_mixprec.reduction import mean_over_ranks
+
+OPTIMIZERS = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+RUNGS = [("bf16", "fp32"), ("bf16", "split"), ("bf16", "split24"), ("bf16", "none"), ("fp16", "fp32")]
+SETTINGS = [(*rung, "fused") for rung in RUNGS] + [("bf16", "split24", "foreach"), ("fp16", "fp32", "SGD")]
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with pretend_cuda.pretend(os.environ["PRETENDED_DRIVER"]):
+        yield
+
+
+class Waits(L.Callback):
+    """How often each batch makes the host wait, and for what."""
+
+    def __init__(self):
+        self.marks = []
+
+    def on_train_batch_start(self, *_):
+        self.marks.append(len(pretend_cuda.waits))
+
+    def on_train_epoch_end(self, *_):
+        self.marks.append(len(pretend_cuda.waits))
+        self.batches = [pretend_cuda.waits[start:end] for start, end in pairwise(self.marks)]
+
+
+def fit(accelerator, precision, masters, make, bad=(), callbacks=(), **options):
+    module = make_module(make, bad)
+    scaler = DynamicLossScaler(init_scale=16) if precision == "fp16" else None
+    plugin = MasterWeightPrecision(precision, masters=masters, scaler=scaler)
+    trainer = make_trainer(plugin, accelerator=accelerator, callbacks=list(callbacks), **options)
+    trainer.fit(module, loader(make_batches(8)))
+    return module
+
+
+@pytest.mark.parametrize(("precision", "masters", "optimizer"), SETTINGS)
+def test_a_fit_ends_as_on_a_cpu_and_hardly_waits(precision, masters, optimizer):
+    """An optimizer that takes a flag is queued first; then, or for others before, the answer is read: once a batch."""
+    waits, options = Waits(), {"gradient_clip_val": 0.05}
+    expected = fit("cpu", precision, masters, OPTIMIZERS[optimizer], **options)
+    found = fit("gpu", precision, masters, OPTIMIZERS[optimizer], callbacks=[waits], **options)
+    assert_equal_fp32_on_the_host(found, expected)
+    first, *others = waits.batches
+    assert len(first) == 1, f"the first batch waits for {first}"
+    for batch in others:
+        if optimizer == "fused" and masters in ("fp32", "split"):
+            assert batch == ["event"], f"a batch waits for {batch}"
+        else:
+            assert ["overflowed" in wait for wait in batch] == [True], f"a batch waits for {batch}"
+
+
+def test_callbacks_do_not_make_a_batch_wait_more_often(tmp_path):
+    """Averages in every batch, and the monitor where nothing is logged."""
+    waits, callbacks = Waits(), [MasterWeightAveraging(decay=0.5), PrecisionMonitor(layers_every_n_steps=None)]
+    logger = TensorBoardLogger(tmp_path)
+    fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[waits, *callbacks], logger=logger, log_every_n_steps=100)
+    assert callbacks[0].n_averaged == 8
+    assert waits.batches[1:] == [["event"]] * 7
+
+
+def test_a_look_at_the_layers_waits_a_few_times_however_many_parameters_there_are(tmp_path):
+    waits, monitor = Waits(), PrecisionMonitor(layers_every_n_steps=4)
+    logger = TensorBoardLogger(tmp_path)
+    fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[waits, monitor], logger=logger, log_every_n_steps=100)
+    assert monitor.layers
+    assert not [wait for batch in waits.batches for wait in batch if wait.startswith("cpu -> cuda")]
+
+
+def test_layers_are_looked_at_in_a_deterministic_fit(tmp_path):
+    monitor, options = PrecisionMonitor(layers_every_n_steps=4), {"logger": TensorBoardLogger(tmp_path)}
+    try:
+        fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[monitor], deterministic=True, **options)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert monitor.layers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
+def test_nonfinite_gradients_are_found_in_any_precision(dtype, bad):
+    grads = [torch.full((3, 5), 3e4, dtype=dtype, device="cuda"), torch.ones(0, dtype=dtype, device="cuda")]
+    if bad is not None:
+        grads[0][1, 2] = bad
+    for given in (grads, grads[::-1], [*grads, torch.ones(2, device="cuda").double()]):
+        assert found_nonfinite(given, pretend_cuda.GPU).tolist() == [float(bad is not None)]
+    assert found_nonfinite(grads[1:], pretend_cuda.GPU).tolist() == [0.0]
+    assert found_nonfinite([], pretend_cuda.GPU).tolist() == [0.0]
+
+
+def test_gradients_of_a_window_are_averaged_where_the_ranks_can_meet(monkeypatch):
+    """NCCL knows no tensors of a CPU, where they are at the end of a fit."""
+    met = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: met.append(tensor.device.type))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    params = [("a", torch.nn.Parameter(torch.ones(2))), ("b", torch.nn.Parameter(torch.ones(2)))]
+    means = mean_over_ranks({"a": torch.ones(2)}, params, pretend_cuda.GPU)
+    assert set(met) == {"cuda"}
+    assert means.keys() == {"a"}
+    assert means["a"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_fit_ends_in_the_middle_of_a_window(precision):
+    """Its gradients have gone to the CPU with the module, and the loss scale has not."""
+
+    class Interrupt(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                raise ZeroDivisionError
+
+    make = OPTIMIZERS["fused"]
+    found = []
+    for accelerator in ("cpu", "gpu"):
+        module = make_module(make)
+        scaler = DynamicLossScaler(init_scale=16) if precision == "fp16" else None
+        plugin = MasterWeightPrecision(precision, scaler=scaler)
+        trainer = make_trainer(plugin, accelerator=accelerator, callbacks=[Interrupt()], accumulate_grad_batches=4)
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(module, loader(make_batches(8)))
+        found.append((module, plugin.state_dict()["partial_gradients"]))
+    (expected, gradients), (module, gradients2) = found
+    assert_equal_fp32_on_the_host(module, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradients2[name], gradient, rtol=1e-2, atol=1e-2)
+
+
+def test_an_old_gpu_is_told_from_a_new_one(caplog):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        fit("gpu", "bf16", "fp32", OPTIMIZERS["SGD"])
+        assert "no bf16 instructions" not in caplog.text
+        with mock.patch("torch.cuda.get_device_capability", return_value=(7, 0)):
+            fit("gpu", "bf16", "fp32", OPTIMIZERS["SGD"])
+    assert "no bf16 instructions (compute capability 7.0" in caplog.text
+
+
+def assert_equal_fp32_on_the_host(module, expected):
+    found = module.state_dict()
+    assert {(value.device.type, value.dtype) for value in found.values()} == {("cpu", torch.float32)}
+    for name, value in expected.state_dict().items():  # a CPU has norms of its own
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3, msg=f"{name} differs")
