@@ -102,13 +102,19 @@ class LostEdits:
         return result
 
     def look_at_replaced(self, buckets: Iterable[Bucket]) -> None:
-        """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step."""
+        """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step.
+
+        The very 16-bit values in a wider dtype are what `module.float()` leaves, for a validation: nothing is lost.
+        """
         for bucket in buckets:
             for index, view in bucket.replaced():
                 param = bucket.params[index]
                 if param not in self._replaced:
                     self._replaced.add(param)
-                    self._same.setdefault(param, []).append((param.data.to(view.dtype) == view).float().mean() > 0.9)
+                    same = (param.data.to(view.dtype) == view).float().mean() > 0.9
+                    if param.dtype not in HALF:
+                        same &= (param.data != view).any()
+                    self._same.setdefault(param, []).append(same)
 
     def stepped(self) -> None:
         """An optimizer has taken over what was put."""
