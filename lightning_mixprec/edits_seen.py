@@ -102,13 +102,20 @@ class LostEdits:
         return result
 
     def look_at_replaced(self, buckets: Iterable[Bucket]) -> None:
-        """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step."""
+        """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step.
+
+        The very 16-bit values in a wider dtype are what `module.float()` leaves, for a validation: nothing is lost.
+        """
         for bucket in buckets:
             for index, view in bucket.replaced():
                 param = bucket.params[index]
                 if param not in self._replaced:
                     self._replaced.add(param)
-                    self._same.setdefault(param, []).append((param.data.to(view) == view).float().mean() > 0.9)
+                    given = param.data.to(view.device)  # where a module is on its way to another
+                    same = (given.to(view.dtype) == view).float().mean() > 0.9
+                    if given.dtype not in HALF:
+                        same &= (given != view).any()
+                    self._same.setdefault(param, []).append(same)
 
     def stepped(self) -> None:
         """An optimizer has taken over what was put."""
@@ -133,6 +140,7 @@ class RoundedAverages:
     """Finds updates of something wider by a 16-bit weight: averages of roundings.
 
     By the weight itself, a copy of it, a multiple, or the distance to it: `average.sub_(0.001 * (average - weight))`.
+    Also where the average was rounded for it: `average.type_as(weight)` is another tensor, in which little arrives.
 
     Attributes:
         found: The weights.
@@ -142,6 +150,7 @@ class RoundedAverages:
         self.found: set[nn.Parameter] = set()
         # What was made of weights in this window: by identity, the weight, and whether it is more than a copy.
         self._made: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, bool]] = {}
+        self._rounded: dict[int, weakref.ref[Tensor]] = {}  # what was made 16-bit in this window, and multiples of it
 
     def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, weights: Weights) -> None:
         """At ``func``, which has been called."""
@@ -156,11 +165,14 @@ class RoundedAverages:
                 whole = name == "lerp" or kwargs.get("alpha", 1) != 1
                 self._note(one, other, weights, whole=whole)
                 self._note(other, one, weights, whole=whole)
-            elif not writes:
-                source = self._source(one, weights) or (self._source(other, weights) if name == "sub" else None)
-                if source is not None and isinstance(made, Tensor) and made.shape == source[0].shape:
+            elif not writes and isinstance(made, Tensor):
+                either = name == "sub" or (name == "mul" and isinstance(one, Tensor) and one.dim() == 0)
+                source = self._source(one, weights) or (self._source(other, weights) if either else None)
+                if source is not None and made.shape == source[0].shape:
                     part = source[1] or name not in ("clone", "_to_copy")
                     self._made[id(made)] = weakref.ref(made), source[0], part
+                elif made.dtype in HALF and (self._is_rounded(one) or (name == "_to_copy" and one.dtype not in HALF)):
+                    self._rounded[id(made)] = weakref.ref(made)
 
     def _note(self, wide: Any, read: Any, weights: Weights, *, whole: bool = True) -> None:
         """``read`` is added to ``wide``, or drawn to; ``whole`` if it counts as a mere copy of a weight, too."""
@@ -168,7 +180,9 @@ class RoundedAverages:
         if source is None or not isinstance(wide, Tensor) or wide.shape != read.shape:
             return
         param, part = source
-        if wide.dtype in HALF or not wide.is_floating_point() or self._source(wide, weights) is not None:
+        if not wide.is_floating_point() or self._source(wide, weights) is not None:
+            return
+        if wide.dtype in HALF and not self._is_rounded(wide):
             return
         decay = param.grad is not None and param.grad.data_ptr() == wide.data_ptr()  # of the user's own
         if (whole or part) and not decay:
@@ -182,9 +196,14 @@ class RoundedAverages:
         param = weights.of(tensor)
         return None if param is None or param.shape != tensor.shape else (param, False)
 
+    def _is_rounded(self, tensor: Any) -> bool:
+        made = self._rounded.get(id(tensor))
+        return made is not None and made() is tensor
+
     def judge(self) -> None:
         """A window ends."""
         self._made.clear()
+        self._rounded.clear()
 
 
 def _together(one: Any, other: Any, result: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -1,9 +1,10 @@
 """Averages of weights that user code keeps are fed with the fp32 values.
 
-Why it exists: torch's ``AveragedModel`` and diffusers' ``EMAModel`` read the module's parameters, which are 16-bit
-while training, and an average of roundings is no better than a rounding; some of torch's averaging functions do not
-take 16 bits at all. For the length of fit their methods are given fp32 values instead, and what they write into these
-becomes the weights'.
+Why it exists: torch's ``AveragedModel``, diffusers' ``EMAModel`` and latent diffusion's ``LitEma`` read the module's
+parameters, which are 16-bit while training, and an average of roundings is no better than a rounding; some of torch's
+averaging functions do not take 16 bits at all, and ``LitEma`` takes on their dtype for the update, which then goes to a
+copy. For the length of fit their methods are given fp32 values instead, and what they write into these becomes the
+weights'.
 
 What it leaves out: averages made by hand, which nothing gives away, and the project's own
 (:mod:`lightning_mixprec.callbacks`).
@@ -23,6 +24,7 @@ from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.widening import HALF
 
 _WRITING = ("copy_to", "restore")
+_UPDATES = {"shadow_params": "step", "m_name2s_name": "forward"}  # by an attribute that gives the kind away
 
 
 class Feeding:
@@ -93,9 +95,11 @@ def fed_methods(average: Any) -> list[str]:
     """
     if isinstance(average, AveragedModel):
         return ["update_parameters"]
-    like_diffusers = "shadow_params" in getattr(average, "__dict__", {})
-    names = ["step", "store", *_WRITING]
-    return names if like_diffusers and all(callable(getattr(average, name, None)) for name in names) else []
+    for mark, update in _UPDATES.items():
+        names = [update, "store", *_WRITING]
+        if mark in getattr(average, "__dict__", {}) and all(callable(getattr(average, name, None)) for name in names):
+            return names
+    return []
 
 
 def attributes(owner: Any) -> Iterator[Any]:
@@ -138,7 +142,7 @@ class _Fed:
         passed = signature(method).bind(self._average, *args, **kwargs)
         key = list(passed.arguments)[1]
         shown = _Shown(passed.arguments[key], self._masters)
-        passed.arguments[key] = shown if self._name == "update_parameters" else shown.tensors
+        passed.arguments[key] = shown if isinstance(passed.arguments[key], nn.Module) else shown.tensors
         result = method(*passed.args, **passed.kwargs)
         if self._name in _WRITING:
             with torch.no_grad():
@@ -152,7 +156,7 @@ class _Fed:
 
 
 class _Shown:
-    """What ``AveragedModel.update_parameters``, or a user's in its place, asks of a module."""
+    """What an update, or a user's in its place, asks of a module; and the fp32 weights alone."""
 
     def __init__(self, weights: nn.Module | Iterable[nn.Parameter], masters: MasterWeights) -> None:
         self._module = weights if isinstance(weights, nn.Module) else None

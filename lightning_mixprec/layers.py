@@ -281,12 +281,26 @@ def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
         True
     """
     for each in module.modules() if below else [module]:
-        if isinstance(each, SwappedLayer) and "_mixprec" in each.__dict__:
+        if "_mixprec" in each.__dict__:
             _drop_own_forward(each)
-            each.__class__ = type(each).__bases__[1]
+            _restore_class(each)
             for mark in [key for key in each.__dict__ if key.startswith("_mixprec")]:
                 del each.__dict__[mark]
     return module
+
+
+def _restore_class(module: nn.Module) -> None:
+    """Give ``module`` its own class back, beneath one that was put on top meanwhile, as torch's parametrizations do."""
+    chain = type(module).__mro__
+    place = next((place for place, each in enumerate(chain) if "_base_forward" in vars(each)), None)
+    if place is None:  # on top there is a class that it shares with one that has been restored
+        return
+    swapped, own = chain[place], chain[place].__bases__[1]
+    if place == 0:
+        module.__class__ = own
+    else:
+        above = chain[place - 1]
+        above.__bases__ = tuple(own if base is swapped else base for base in above.__bases__)
 
 
 def _refuse_own_methods(name: str, layer: nn.Module, kind: type[SwappedLayer]) -> None:

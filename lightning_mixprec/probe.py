@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from textwrap import shorten
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -53,7 +54,8 @@ def classify(optimizer: Optimizer) -> tuple[Way, str]:
                 with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                     ways.append(_classify_group(optimizer, index))
             except Exception as error:  # whatever an optimizer dislikes about being tried, it is its own business
-                ways.append(("whole", f"it could not be tried on small tensors ({type(error).__name__}: {error})"))
+                said = shorten(f"{type(error).__name__}: {error}", 120)  # a KeyError prints a whole parameter
+                ways.append(("whole", f"it could not be tried on small tensors ({said})"))
     if len(ways) > 1 and not type(optimizer).__module__.startswith("torch.optim.") and ways[0][0] != "whole":
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if _looks_across_groups(optimizer):

@@ -167,7 +167,7 @@ def warn_of_shadows(module: nn.Module, callbacks: Iterable[Any]) -> None:
         for name, value in vars(owner).items():
             if not shapes or name in vars(nn.Module()):  # nothing is 16-bit, or torch's own tables
                 continue
-            if fed_methods(value):
+            if fed_methods(value) or fed_methods(owner):
                 continue
             average = getattr(value, "__dict__", {}).get("shadow_params")
             kept = value if average is None else average

@@ -281,6 +281,27 @@ def test_what_a_trial_on_the_cpu_would_stumble_over():
     assert reason.startswith("it keeps state for a whole group")
 
 
+class ByParameter(Sgd):
+    """Keeps its rates by parameter, and does not know those of the trial."""
+
+    def __init__(self, groups):
+        super().__init__(groups)
+        self.rate_of = {param: 0.1 for group in self.param_groups for param in group["params"]}
+
+    def rates(self):
+        return [self.rate_of[group["params"][0]] for group in self.param_groups]
+
+
+def test_why_an_optimizer_could_not_be_tried_is_said_in_a_line():
+    """A KeyError prints the parameter that is missing, all numbers of it."""
+    with pytest.raises(ValueError, match=r"ByParameter cannot do: .*KeyError") as error:
+        fit(lambda params: ByParameter(list(params)), "bf16", "split")
+    message = str(error.value)
+    assert len(message) < 400
+    assert "\n" not in message
+    assert message.endswith("Use masters='fp32'.")
+
+
 # State dicts in the middle of a step
 
 

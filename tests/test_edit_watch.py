@@ -115,6 +115,7 @@ FINE = {
     "buffers and gradients": lambda m: torch.ones(3).bfloat16().mul_(0.9999),
     "swap": swap,
     "swap of memory": swap_memory,
+    "wider for a while": lambda m: m.float(),
     "once": lambda m: replace(m) if m.global_step == 5 else None,
 }
 

@@ -128,6 +128,61 @@ def test_the_average_of_diffusers_is_that_of_the_fp32_weights(when, foreach):
     assert not {"step", "copy_to"} & vars(module.ema).keys()
 
 
+class BufferAverage(nn.Module):
+    """As latent diffusion's `LitEma`: buffers with names of their own, which take on the dtype of what they follow."""
+
+    def __init__(self, model, decay=0.9):
+        super().__init__()
+        self.register_buffer("decay", torch.tensor(decay))
+        self.m_name2s_name = {name: name.replace(".", "") for name, _ in model.named_parameters()}
+        self.collected_params = []
+        for name, param in model.named_parameters():
+            self.register_buffer(self.m_name2s_name[name], param.detach().clone())
+
+    @torch.no_grad()
+    def forward(self, model):
+        for name, param in model.named_parameters():
+            average = getattr(self, self.m_name2s_name[name]).type_as(param)
+            average.sub_((1 - self.decay) * (average - param))
+
+    def copy_to(self, model):
+        for name, param in model.named_parameters():
+            param.data.copy_(getattr(self, self.m_name2s_name[name]))
+
+    def store(self, params):
+        self.collected_params = [param.clone() for param in params]
+
+    def restore(self, params):
+        for kept, param in zip(self.collected_params, params, strict=True):
+            param.data.copy_(kept)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "split", "none"])
+def test_the_average_of_latent_diffusion_is_that_of_the_fp32_weights(kind, caplog, recwarn):
+    """In 16 bits it updates a copy of itself, and stays what it was at the start of the run."""
+
+    class Swaps(Net):
+        def on_validation_start(self):
+            self.ema.store(self.net.parameters())
+            self.ema.copy_to(self.net)
+
+        def on_validation_end(self):
+            self.ema.restore(self.net.parameters())
+
+    plugin = {"bf16": MasterWeightPrecision, **PLUGINS}[kind]
+    module = fit(Swaps(BufferAverage, update=lambda m: m.ema(m.net)), plugin(), max_epochs=3)
+    assert_same(snapshot(module.net), snapshot(fit(Net(), plugin(), max_epochs=3).net))
+    first = {name: value.double() for name, value in snapshot(Net().net).items()}
+    for name, value in averaged([first, *module.history], lambda n: 0.1).items():
+        found = getattr(module.ema, name.replace(".", ""))
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-6)
+        if kind != "none":
+            torch.testing.assert_close(module.validated[f"net.{name}"], found, rtol=0, atol=0)
+    assert not {"forward", "store", "copy_to", "restore"} & vars(module.ema).keys()
+    assert not [each for each in (caplog.text, *(str(w.message) for w in recwarn)) if "averag" in each]
+
+
 def test_one_kept_by_a_callback_and_copied_in_mid_fit():
     class Keeps(L.Callback):
         def on_fit_start(self, trainer, pl_module):
@@ -285,7 +340,13 @@ AVERAGES = {
     "lerp_": (lambda average, param: average.lerp_(param.detach().clone().float(), 0.1), 1),
     "torch.lerp": (lambda average, param: average.copy_(torch.lerp(average, param.to(average), 0.1)), 1),
     "replaced, wide": (lambda average, param: setattr(average, "data", 0.9 * average.data + 0.1 * param.float()), 1),
+    "rounded for it": (lambda average, param: average.copy_(average.type_as(param) * 0.9 + param * 0.1), 1),
+    "a rounded copy of it": (
+        lambda average, param: (mine := average.to(param.dtype)).sub_(torch.tensor(0.1) * (mine - param)),
+        1,
+    ),
     "a copy": (lambda average, param: average.copy_(param), 0),
+    "a sum of 16 bits": (lambda average, param: torch.randn_like(param).add_(param), 0),
     "a perturbed copy": (lambda average, param: param + 0.1 * torch.randn(param.shape), 0),
     "a wide copy, decayed": (lambda average, param: (wide := param.float()).sub_(0.1 * wide), 0),
     "a distance": (lambda average, param: (average - param).norm(), 0),

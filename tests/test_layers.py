@@ -234,6 +234,20 @@ def test_swapped_layers_survive_copy_and_pickle_and_come_back(kind):
     assert layer.__dict__.keys() == nn.LayerNorm(4).__dict__.keys()
 
 
+def test_what_is_put_on_top_of_a_swapped_class_stays_on_top_of_its_own():
+    """Also of a copy, which shares that class of torch's."""
+    layer = swap_(nn.Linear(2, 2), Fp32Layer, "cpu", torch.bfloat16)
+    nn.utils.parametrizations.weight_norm(layer)
+    other = copy.deepcopy(layer)
+    x = torch.ones(1, 2)
+    for each in (restore_(layer), restore_(other)):
+        assert type(each).__mro__[1:3] == (nn.Linear, nn.Module)
+        assert not [name for name in vars(each) if name.startswith("_mixprec")]
+        assert torch.equal(each(x), nn.functional.linear(x, each.weight, each.bias))
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is nn.Linear
+
+
 def test_classes_that_know_how_to_copy_themselves_are_swapped_in_the_copy():
     """torch.fx makes a class per module, parametrized layers too; others have a `__reduce__` of their own."""
     x = torch.randn(2, 4).bfloat16()

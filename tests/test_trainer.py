@@ -789,6 +789,30 @@ def test_reparametrised_layers_follow_fp32(reparametrise, precision):
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("precision", HALVES)
+def test_a_layer_reparametrised_in_mid_training_follows_fp32(precision):
+    """Torch puts a class of its own on top of the one that a layer has while it trains."""
+
+    class Reparametrises(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                nn.utils.parametrizations.weight_norm(pl_module.net[0])
+                trainer.strategy.setup_optimizers(trainer)
+
+    nets = []
+    for each in (precision, "fp32"):
+        torch.manual_seed(0)
+        nets.append(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        small_fit(nets[-1], each, max_epochs=2, callbacks=Reparametrises())
+    net, plain = nets
+    assert [each.__name__ for each in type(net[0]).__mro__[:3]] == ["ParametrizedLinear", "Linear", "Module"]
+    assert type(net[0]).__mro__[1] is nn.Linear
+    assert not [name for name in vars(net[0]) if name.startswith("_mixprec")]
+    for name, value in net.state_dict().items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-2, atol=2e-2)
+
+
 def test_bad_gradient_outside_the_optimizer_costs_one_step():
     """Trainable parameters that no optimizer holds keep their gradients; they must not be judged for ever."""
 
