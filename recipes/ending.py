@@ -38,7 +38,8 @@ class ValidateAtEnd(L.Callback):
         last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
         if steps_done or (last_epoch and trainer.is_last_batch):
             trainer.should_stop = True
-        if trainer.should_stop and trainer.check_val_every_n_epoch not in (None, 1):
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        if stops and trainer.check_val_every_n_epoch not in (None, 1):
             self._every_n_epoch.append(trainer.check_val_every_n_epoch)
             trainer.check_val_every_n_epoch = 1
 
