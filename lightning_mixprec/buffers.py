@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_mixprec.opaque import is_script
 
@@ -172,8 +173,12 @@ def _holders(root: nn.Module) -> list[nn.Module]:
 
 
 def _unlearned(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Buffers and frozen parameters of the module itself."""
-    yield from module._buffers.items()
+    """Buffers and frozen parameters of the module itself.
+
+    The count of torch's averages stays with them: they are learned parameters' copies, finite, and not put back.
+    """
+    counts = ("n_averaged",) if isinstance(module, AveragedModel) else ()
+    yield from ((name, buffer) for name, buffer in module._buffers.items() if name not in counts)
     for name, param in module._parameters.items():
         if param is not None and not param.requires_grad:
             yield name, param

@@ -96,9 +96,11 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
     length = run_length(trainer, data.steps_per_epoch)
     check_ends(trainer, length, batches)
     if trainer.limit_val_batches == 0:
+        saves = trainer.check_val_every_n_epoch == 1  # Lightning's ModelCheckpoint, after each epoch
         rank_zero_warn(
-            "trainer.limit_val_batches=0: without validation there is no validation loss, no sample grid and no "
-            "checkpoint. For a checkpoint per epoch write callbacks.last.save_on_train_epoch_end=true."
+            "trainer.limit_val_batches=0: without validation there is no validation loss"
+            + (" and no sample grid." if saves else ", no sample grid and no checkpoint. For a checkpoint per epoch ")
+            + ("" if saves else "write callbacks.last.save_on_train_epoch_end=true.")
         )
     elif len(data.val) < ranks:
         raise ConfigError(

@@ -10,7 +10,9 @@ It leaves out what constructors refuse (`recipes.config.build`) and what takes d
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import itertools
 import os
 import sys
@@ -34,6 +36,7 @@ from recipes.earlier_runs import complete_run, interrupted_run
 from recipes.experiments import purposes
 from recipes.files import Files
 from recipes.hints import did_you_mean
+from recipes.screen import folded
 from recipes.signatures import (
     HYDRA_KEYS,
     OWNED_BY_GROUPS,
@@ -59,7 +62,15 @@ def run(task: Callable[[], None], config_name: str) -> None:
         sys.argv[1:] = checked(sys.argv[1:], config_name)
     except ConfigError as error:
         fail(error)
-    task()
+    if not get_args_parser().parse_intermixed_args(sys.argv[1:]).help:
+        task()
+        return
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            task()
+    finally:  # Hydra exits
+        print(folded(text.getvalue()), end="")
 
 
 def checked(argv: list[str], config_name: str) -> list[str]:

@@ -19,6 +19,7 @@ import lightning as L
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.config import ConfigError
+from recipes.ending import TimeLimit
 from recipes.resume import differences
 from recipes.run_length import EPOCHS
 from recipes.sweep import RESULT
@@ -53,7 +54,14 @@ def interrupted_run(config: DictConfig, runs: Path) -> Path | None:
     if not free:
         return None
     _, newest = max(free)
-    return None if (newest / RESULT).is_file() else newest
+    return None if _ended(newest) else newest
+
+
+def _ended(run: Path) -> dict[str, Any]:
+    """Outcome of a run that has nothing left to do, or nothing: it failed, was interrupted, or its time was over."""
+    path = run / RESULT
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return {} if found.get("out_of_time") else found
 
 
 def _comparable(config: Any) -> Any:
@@ -61,6 +69,8 @@ def _comparable(config: Any) -> Any:
     read = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(config)), resolve=False)
     if not isinstance(read, dict):
         return None
+    if isinstance(trainer := read.get("trainer"), dict):
+        trainer.pop("max_time", None)  # of the command, not of the run
     return json.loads(json.dumps({k: v for k, v in read.items() if k not in ABOUT_RESUMING}, default=str))
 
 
@@ -72,12 +82,17 @@ def outcome_of(trainer: L.Trainer, config: DictConfig, validation_loss: float | 
         config: Composed, references unresolved.
         validation_loss: Of the last validation.
     """
+    epochs = trainer.current_epoch - (not trainer.is_last_batch)  # Lightning counts one that was broken off
+    most = _limits(trainer.max_steps, trainer.max_epochs)
+    done = any(limit <= reached for limit, reached in zip(most, (trainer.global_step, epochs), strict=True))
+    in_time = not any(isinstance(c, TimeLimit) and c.reached for c in trainer.callbacks)  # type: ignore[attr-defined]
     return {
         "steps": trainer.global_step,
         "validation_loss": validation_loss,
-        "epochs": trainer.current_epoch - (not trainer.is_last_batch),  # Lightning counts one that was broken off
+        "epochs": epochs,
         "max_steps": trainer.max_steps,
         "max_epochs": trainer.max_epochs,
+        "out_of_time": not (done or in_time),
         "config": _comparable(config),
     }
 
@@ -86,7 +101,7 @@ def complete_run(directory: Path, config: DictConfig) -> dict[str, Any] | None:
     """Outcome of the run in this directory if it is complete: it ended well, and no more is asked for now.
 
     It may have ended before its limits, by early stopping for one; so more is asked for only if a limit is higher than
-    it was, and neither is reached.
+    it was, and neither is reached. One that `trainer.max_time` has ended is not complete.
 
     Args:
         directory: Of the run.
@@ -95,8 +110,7 @@ def complete_run(directory: Path, config: DictConfig) -> dict[str, Any] | None:
     Raises:
         ConfigError: If it is complete, and of another configuration.
     """
-    path = directory / RESULT
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    found = _ended(directory)
     if "config" not in found:  # a job that failed
         return None
     asked = _limits(**{key: config.trainer.get(key) for key in ("max_steps", "max_epochs")})

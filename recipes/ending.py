@@ -1,4 +1,4 @@
-"""How a run ends: with a validation of its last step, and with a checkpoint when it is interrupted.
+"""How a run ends: with a validation of its last step, when its time is over, and with a checkpoint if interrupted.
 
 It leaves out what stock callbacks do (other checkpoints).
 """
@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -19,11 +20,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class ValidateAtEnd(L.Callback):
-    """Make the last training batch be followed by a validation, whatever `val_check_interval` says.
+    """Make the last training batch be followed by a validation, whatever interval of batches or epochs is given.
 
     So the checkpoint, the sample grid and the validation loss of a finished run are those of its last step. Lightning
-    validates before it obeys `should_stop`, which here only says what it is about to do anyway.
+    validates before it obeys `should_stop`, which here only says what it is about to do anyway; but not in an epoch
+    that `check_val_every_n_epoch` leaves out.
     """
+
+    def __init__(self) -> None:
+        self._every_n_epoch: list[int | None] = []  # what was given, while it is not obeyed
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -33,6 +38,56 @@ class ValidateAtEnd(L.Callback):
         last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
         if steps_done or (last_epoch and trainer.is_last_batch):
             trainer.should_stop = True
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        if stops and trainer.check_val_every_n_epoch not in (None, 1):
+            self._every_n_epoch.append(trainer.check_val_every_n_epoch)
+            trainer.check_val_every_n_epoch = 1
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave the trainer as it was."""
+        while self._every_n_epoch:
+            trainer.check_val_every_n_epoch = self._every_n_epoch.pop()
+
+
+class TimeLimit(Timer):
+    """`trainer.max_time` of one command: a run that goes on has its time anew.
+
+    Lightning's Timer counts on from the checkpoint, so a run that it has ended would end again at once.
+
+    Attributes:
+        reached: Whether it has asked the run to end.
+
+    Example:
+        >>> limit = TimeLimit("00:01:30:00")
+        >>> limit.load_state_dict({"time_elapsed": {"train": 5000.0}})
+        >>> limit.time_remaining(), limit.reached
+        (5400.0, False)
+    """
+
+    reached = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Forget what earlier commands took."""
+
+    def _check_time_remaining(self, trainer: L.Trainer) -> None:
+        others, trainer.should_stop = trainer.should_stop, False
+        super()._check_time_remaining(trainer)  # the same answer on all ranks
+        self.reached = trainer.should_stop and not others
+        trainer.should_stop = trainer.should_stop or others
+
+
+class BrokenEpochs(L.Callback):
+    """A run that ends in the middle of an epoch goes on in the middle of it.
+
+    Lightning 2.6 counts the epoch as processed before `on_train_epoch_end`, where checkpoints are saved if there is no
+    validation: a run that goes on would take the rest of it, and all later epochs, with the next epoch's images.
+    """
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take that back in the checkpoint."""
+        for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+            if counts["processed"] > counts["completed"] and not trainer.is_last_batch:
+                counts["processed"] -= 1
 
 
 class SaveOnInterruption(L.Callback):

@@ -32,6 +32,7 @@ from recipes.images import count_non_finite
 from recipes.randomness import validation_draws
 from recipes.sample import batches
 from recipes.sampler import draw_images
+from recipes.screen import said
 from recipes.trained import number, open_checkpoint, result_name, sampler_of, weights_of, whole_number
 
 
@@ -116,7 +117,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     partial = output.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     partial.replace(output)
-    print(f"saved            {output}")
+    print(said("saved", str(output)))
     return result
 
 
@@ -178,11 +179,10 @@ def show(result: dict[str, Any]) -> None:
     )
     table.add_row("non-finite samples", f"{result['non_finite_samples']} of {result['samples']}", "")
     Console().print(table)
-    print(f"samples          {result['samples']}, {result['sampler']} in {result['sampler_steps']} steps, guidance "
-          f"{result['guidance']:g}, seed {result['seed']}")  # fmt: skip
-    print(
-        f"distance to      {result['frechet_reference']} training images, in features of: {result['frechet_network']}"
-    )
+    solver = f"{result['sampler']} in {result['sampler_steps']} steps"
+    print(said("samples", f"{result['samples']}, {solver}, guidance {result['guidance']:g}, seed {result['seed']}"))
+    network = f"in features of: {result['frechet_network']}"
+    print(said("distance to", f"{result['frechet_reference']} training images, {network}"))
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="evaluate")

@@ -14,12 +14,10 @@ import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from recipes.config import ConfigError, build, fail, resolved
 from recipes.files import Files, first_comment
+from recipes.screen import folded
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -80,24 +78,37 @@ def _parameters(config: dict[str, Any]) -> int | None:
         return None
 
 
+def listed(found: list[Experiment]) -> str:
+    """As a table, with the purpose of each below its name.
+
+    Example:
+        >>> print(listed([Experiment("digits", "To try it.", "digits", "unet_small", "edm", 652_000)]))
+        experiment  data    model       objective  parameters
+        digits      digits  unet_small  edm            0.65 M
+            To try it.
+    """
+    sizes = ["?" if each.parameters is None else f"{each.parameters / 1e6:,.2f} M" for each in found]
+    rows = [(each.name, each.data, each.model, each.objective) for each in found]
+    headings = ("experiment", "data", "model", "objective")
+    widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
+
+    def line(cells: tuple[str, ...], size: str) -> str:
+        return "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), f"{size:>10}"])
+
+    lines = [line(headings, "parameters")]
+    for each, row, size in zip(found, rows, sizes, strict=True):
+        lines += [line(row, size), *([folded(f"    {each.purpose}", hang=4)] if each.purpose else [])]
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print them."""
     parser = argparse.ArgumentParser(prog="python -m recipes.experiments", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config-dir", "-cd", help="directory with experiment/*.yaml of your own")
     given = parser.parse_args()
     if given.config_dir and not Path(given.config_dir).is_dir():
         fail(ConfigError(f"--config-dir {given.config_dir}: there is no such directory."))
-    table = Table(box=None, pad_edge=False)
-    for column in ("experiment", "purpose", "data", "model", "objective"):
-        table.add_column(column, no_wrap=column != "purpose")
-    table.add_column("parameters", justify="right", no_wrap=True)
-    for experiment in experiments(given.config_dir):
-        size = "?" if experiment.parameters is None else f"{experiment.parameters / 1e6:,.2f} M"
-        table.add_row(*map(Text, (*experiment[:5], size)))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
+    print(listed(experiments(given.config_dir)))
     print("\npython -m recipes.train experiment=NAME; add dry_run=meta for dtypes and memory")
 
 

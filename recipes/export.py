@@ -26,6 +26,7 @@ from recipes import command_line
 from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.diffusers_format import VERSION, Config, fold_label, scheduler_config, time_scale, unet_config
 from recipes.objective import DDPM
+from recipes.screen import said
 from recipes.trained import open_checkpoint
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -86,9 +87,9 @@ def export(config: dict[str, Any]) -> Path:
             note["call"] = "DDPMPipeline.from_pretrained(FOLDER)()"
     files["recipe.json"] = note
     write(files, output)
-    print(f"weights          {trained.weights}, after {trained.step} steps, fp32")
-    print(f"call             {note['call']}")
-    print(f"exported         {output}")
+    print(said("weights", f"{trained.weights}, after {trained.step} steps, fp32"))
+    print(said("call", note["call"]))
+    print(said("exported", str(output)))
     return output
 
 

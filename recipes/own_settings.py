@@ -23,6 +23,9 @@ from recipes import plateau
 from recipes.diffusion import DiffusionModule
 from recipes.first_step import quietly
 
+SCHEDULED = {"lr", "betas", "momentum"}
+"""What schedules change in an optimizer: `OneCycleLR` and `CyclicLR` all of these, and others leave theirs there."""
+
 
 class OwnSettings(L.Callback):
     """Compares this run's `optimizer` and `scheduler` with those in the checkpoint that it resumes from.
@@ -46,7 +49,7 @@ class OwnSettings(L.Callback):
         if theirs is None or not isinstance(pl_module, DiffusionModule):
             return
         changed = _changed(theirs.get("optimizer"), self.config.get("optimizer"))
-        scheduled = "lr" in changed or bool(_changed(theirs.get("scheduler"), self.config.get("scheduler")))
+        scheduled = bool(_changed(theirs.get("scheduler"), self.config.get("scheduler")) or changed & SCHEDULED)
         if not changed and not scheduled:
             return
         optimizer = _stand_in(pl_module)
@@ -62,7 +65,7 @@ class OwnSettings(L.Callback):
             {
                 name: value
                 for name, value in group.items()
-                if name != "params" and (name in changed or (scheduled and value != before.get(name)))
+                if name in changed or (scheduled and (value != before.get(name) or name in SCHEDULED - {"lr"}))
             }
             for group, before in zip(optimizer.param_groups, given, strict=True)
         ]

@@ -1,7 +1,8 @@
 """Draw from a checkpoint, a class-conditional grid or a folder of images: `python -m recipes.sample ckpt_path=...`.
 
 The checkpoint brings the configuration of its network, objective, sampler and data. The network computes in fp32, on
-the averaged weights unless told otherwise. It leaves out 16-bit sampling: it saves no time at this size.
+the averaged weights if there are any, unless told otherwise. It leaves out 16-bit sampling: it saves no time at this
+size.
 """
 
 from __future__ import annotations

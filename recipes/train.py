@@ -32,7 +32,7 @@ from recipes import checks, command_line, cosine, dry_run, earlier_runs, first_s
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
-from recipes.ending import SaveOnInterruption
+from recipes.ending import BrokenEpochs, SaveOnInterruption, TimeLimit
 from recipes.logged_steps import LoggedSteps
 from recipes.own_settings import OwnSettings
 from recipes.run_length import run_length
@@ -51,8 +51,8 @@ NOISE = (
 )
 """Warnings of Lightning that do not concern the recipes' users."""
 
-ADVERTISED = ("litlogger", "litmodels")
-"""Packages that Lightning recommends at every start."""
+UNSAID = ("litlogger", "litmodels", "Ignoring `Trainer(max_time")
+"""What Lightning says at every start: packages that it recommends, and that `TimeLimit` stands in for its Timer."""
 
 PARTS = ("data", "model", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler", "ema")
 """Built in this order, before the trainer that takes most of them."""
@@ -92,6 +92,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if not config.get("logger"):  # Lightning refuses a LearningRateMonitor that has nowhere to write to
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     averaging = [parts["ema"]] if parts["ema"] else []
+    limits = [TimeLimit(time)] if (time := config["trainer"].get("max_time")) else []
     logger = {"logger": resume.logger_of(config, checkpoint, ckpt_path, output_dir) or False}
     once = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = build(
@@ -101,7 +102,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         strategy=parts["strategy"] or "auto",
         callbacks=[*averaging, dry_run.OneBatch()]
         if dry
-        else [LoggedSteps(), *callbacks, *averaging, OwnSettings(config), RunRecord(config)],
+        else [LoggedSteps(), BrokenEpochs(), *limits, *callbacks, *averaging, OwnSettings(config), RunRecord(config)],
         **(once if dry else logger),
     )
     data.overfit(trainer)
@@ -167,9 +168,11 @@ def validation_loss(trainer: L.Trainer) -> float | None:
 def report(trainer: L.Trainer, output_dir: Path, config: DictConfig) -> None:
     """Say what came out and where to look, and keep it."""
     loss = validation_loss(trainer)
-    sweep.write_result(output_dir, earlier_runs.outcome_of(trainer, config, loss))
+    outcome = earlier_runs.outcome_of(trainer, config, loss)
+    sweep.write_result(output_dir, outcome)
     grids = [c.last_path for c in trainer.callbacks if isinstance(c, SampleGrid) and c.last_path]  # type: ignore[attr-defined]
-    print(f"steps            {trainer.global_step}")
+    ended = f", at the end of trainer.max_time={config.trainer.get('max_time')}: resume=auto goes on"
+    print(f"steps            {trainer.global_step}{ended if outcome['out_of_time'] else ''}")
     print(f"validation loss  {'not measured: no validation ran' if loss is None else f'{loss:.4f}'}")
     print(f"sample grid      {grids[0] if grids else 'not drawn'}")
     print(f"curves           {curves(trainer, output_dir)}")
@@ -214,17 +217,17 @@ def quiet() -> Iterator[None]:
     """Leave out what a user of the recipes can do nothing about."""
     log = rank_zero_module.log
 
-    def is_no_advertisement(record: logging.LogRecord) -> bool:
-        return not any(package in record.getMessage() for package in ADVERTISED)
+    def is_said(record: logging.LogRecord) -> bool:
+        return not any(words in record.getMessage() for words in UNSAID)
 
     with warnings.catch_warnings():
         for message in NOISE:
             warnings.filterwarnings("ignore", message)
-        log.addFilter(is_no_advertisement)
+        log.addFilter(is_said)
         try:
             yield
         finally:
-            log.removeFilter(is_no_advertisement)
+            log.removeFilter(is_said)
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="train")

@@ -87,6 +87,8 @@ class Trained:
 def open_checkpoint(config: dict[str, Any]) -> Trained:
     """The checkpoint and the weights that a command line asks for: `ckpt_path`, `weights` and `sigma_rel`.
 
+    Of `weights`, None are the averaged ones, or the raw ones where the run has no average, which is said.
+
     Raises:
         ConfigError: With what there is instead.
     """
@@ -95,6 +97,10 @@ def open_checkpoint(config: dict[str, Any]) -> Trained:
     if "recipe" not in checkpoint:
         raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
     choice = config["weights"]
+    if choice is None:
+        choice = "averaged" if "averaged_state_dict" in checkpoint else "raw"
+        if choice == "raw":
+            print(f"weights=raw: {path} was trained with ema=none and has no averages")
     sigma_rel = None if config["sigma_rel"] is None else number(config, "sigma_rel")
     state = weights_of(checkpoint, choice, path, sigma_rel)
     return Trained(path, checkpoint, f"{choice}{sigma_rel:g}" if choice == "posthoc" else choice, state)

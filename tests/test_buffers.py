@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import TinyModule, assert_same, loader, make_trainer, snapshot
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision
 from lightning_mixprec.buffers import BufferGuard
@@ -259,3 +260,41 @@ def test_a_norm_that_comes_in_mid_training_is_restored_too():
     guard.restore_()
     assert net[1].running_mean == 0
     assert net[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}])
+def test_an_average_fed_within_a_skipped_batch_counts_what_it_has_averaged(options):
+    """As a plain fp32 loop that leaves out the step of the bad batch alone."""
+    batches = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0))
+
+    class Module(TinyModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(4, 1)
+            self.average = AveragedModel(self.net, **options)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.net(batch).float().pow(2).mean()
+            return loss * math.inf if batch_idx == 2 else loss
+
+        def on_before_zero_grad(self, optimizer):
+            self.average.update_parameters(self.net)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    module, plain = Module(), Module()
+    plugin = MasterWeightPrecision("fp16", scaler=DynamicLossScaler.static(1.0))
+    make_trainer(plugin).fit(module, loader([*batches]))
+    optimizer = plain.configure_optimizers()
+    for index, batch in enumerate(batches):
+        plain.average.update_parameters(plain.net)
+        optimizer.zero_grad()
+        plain.training_step(batch, index).backward()
+        if index != 2:
+            optimizer.step()
+    assert plugin.skipped_steps == 1
+    assert module.average.n_averaged == plain.average.n_averaged == 6
+    for found, expected in zip(module.average.parameters(), plain.average.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)

@@ -424,12 +424,13 @@ def test_experiments_are_listed_with_their_purposes(
     monkeypatch.setattr("sys.argv", ["experiments", *mine[:2]])
     experiments.main()
     shown = capfd.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
     rows = {line.split()[0]: line for line in shown.splitlines() if line}
     for name in EXPERIMENTS:
         purpose = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().splitlines()[1].removeprefix("# ")
         assert len(purpose) > 10
-        assert purpose.split()[0] in rows[name]
-    assert "What I want." in rows["mine"]
+        assert " ".join([*rows[name].split(), *purpose.split()]) in " ".join(shown.split())
+    assert f"{rows['mine']}\n    What I want." in shown
     assert "dit_tiny" in rows["mine"]
     assert rows["digits_unet"].endswith("0.65 M")
     assert rows["mine"].endswith("0.05 M")
@@ -442,6 +443,10 @@ def test_help_lists_experiments_with_their_purposes(
     shown = capfd.readouterr().out
     assert re.search(r"digits_flow *: Flow matching on the digits", shown)
     assert "precision: bf16, fp16, fp32" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    words = shown.split()
+    assert {"imagenet64_adm,", "unet_tiny", "webdataset"} <= {*words}  # the ends of long lists
+    assert "(Peebles and Xie 2023, section 4, without learned variance), on 8 GPUs." in " ".join(words)
 
 
 # Memory

@@ -168,7 +168,7 @@ def test_weights_are_the_ones_that_were_asked_for(
         (sample, ["weights=posthoc", "sigma_rel=wide"], "sigma_rel=wide must be a number"),
         (sample, ["weights=posthoc", "sigma_rel=0.3"], "must lie between 0 and 0.2887"),
         (sample, ["weights=posthoc", "sigma_rel=0.002"], "Choose one from"),
-        (sample, ["ckpt_path=NONE"], "Write weights=raw"),
+        (sample, ["ckpt_path=NONE", "weights=averaged"], "Write weights=raw"),
         (sample, ["ckpt_path=NONE", "weights=posthoc", "sigma_rel=0.1"], "Write weights=raw"),
         (evaluate, ["samples=1"], "samples=1 must be a whole number of at least 2"),
         (evaluate, ["samples=many"], "samples=many"),
@@ -193,6 +193,19 @@ def test_bad_input_is_refused(
     shown = capfd.readouterr().err
     assert expected in shown
     assert "Traceback" not in shown
+
+
+def test_a_run_without_averages_shows_its_raw_weights(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], without_average: Path, tmp_path: Path
+) -> None:
+    path = f"ckpt_path={without_average}"
+    for options in ([], ["weights=raw"]):
+        assert cli(monkeypatch, sample, path, "per_class=1", *options, f"output={tmp_path}/{len(options)}.png") == 0
+        said = f"weights=raw: {without_average} was trained with ema=none and has no averages\n"
+        assert (said in capfd.readouterr().out) == (options == [])
+    assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
+    assert cli(monkeypatch, evaluate, path, "samples=2", f"output={tmp_path}/0.json") == 0
+    assert json.loads((tmp_path / "0.json").read_text())["weights"] == "raw"
 
 
 def test_a_sampler_that_does_not_fit_the_objective_is_refused(

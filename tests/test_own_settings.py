@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_recipes import assert_same, checkpoint, cli, scalars
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, OneCycleLR
 
 TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "precision=fp32", "data.batch_size=16", "~callbacks.samples"]
 TINY += ["trainer.log_every_n_steps=1", "trainer.limit_val_batches=1"]
@@ -81,6 +81,48 @@ def test_a_changed_learning_rate_and_decay_reach_the_weights(
     (group,) = after["optimizer_states"][0]["param_groups"]
     assert (group["lr"], group["initial_lr"], group["weight_decay"], group["betas"]) == (0, 0, 0.25, (0.5, 0.75))
     assert float(after["optimizer_states"][0]["state"][0]["step"]) == 4
+
+
+ONE_CYCLE = [f"scheduler._target_=torch.optim.lr_scheduler.{OneCycleLR.__name__}", "++scheduler.max_lr=2e-3"]
+ONE_CYCLE += ["++scheduler.total_steps=8", "~scheduler.start_factor", "~scheduler.total_iters"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("first", "second", "betas"),
+    [
+        (ONE_CYCLE, [], (0.9, 0.999)),  # the cycle has moved the first one
+        (ONE_CYCLE, ["optimizer.betas=[0.8,0.99]"], (0.8, 0.99)),
+        (ONE_CYCLE, [*PLATEAU, "optimizer.betas=[0.8,0.99]"], (0.8, 0.99)),
+    ],
+)
+def test_a_schedule_that_is_gone_leaves_nothing_in_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    precision: str,
+    first: list[str],
+    second: list[str],
+    betas: tuple[float, float],
+) -> None:
+    of = [f"precision={precision}"]
+    run = legs(monkeypatch, tmp_path, [*of, *first], [*of, *second], steps=4)
+    (before,), (after,) = (checkpoint(d)["optimizer_states"][0]["param_groups"] for d in (tmp_path / "a", run))
+    assert before["betas"][0] != pytest.approx(0.9, abs=1e-3)
+    assert after["betas"] == betas
+
+
+def test_a_cycle_that_goes_on_with_other_betas_is_where_it_would_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = legs(monkeypatch, tmp_path, ONE_CYCLE, [*ONE_CYCLE, "optimizer.betas=[0.9,0.99]"])
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], betas=(0.9, 0.99))
+    schedule = OneCycleLR(optimizer, 2e-3, total_steps=8)
+    for _ in range(8):
+        optimizer.step()
+        schedule.step()
+    (group,) = checkpoint(run)["optimizer_states"][0]["param_groups"]
+    assert group["betas"] == pytest.approx(optimizer.param_groups[0]["betas"])
+    assert group["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 def test_what_has_not_changed_goes_on_to_the_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from recipes import audit, resume, trained
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError
 from recipes.earlier_runs import complete_run, held, interrupted_run
+from recipes.ending import TimeLimit
 
 TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "~callbacks.samples", "trainer.log_every_n_steps=1"]
 THIRTY = ["trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
@@ -255,6 +256,57 @@ def test_a_run_that_ended_otherwise_than_by_steps_is_complete(
         result = json.loads((run / "result.json").read_text())
         assert result["epochs"] == 2
         assert result["steps"] == checkpoint(run)["global_step"] >= 8
+
+
+def test_a_run_whose_time_was_over_goes_on_with_its_time_anew(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nine steps in three commands of three to four "seconds": the same bits, and then it is complete."""
+    quick = [*QUICK, "precision=fp32", "trainer.max_steps=9"]
+    assert cli(monkeypatch, *quick, f"hydra.run.dir={tmp_path}/whole") == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+
+    def a_second_per_question(self: TimeLimit, stage: str = "train") -> float:
+        self.__dict__["asked"] = asked = self.__dict__.get("asked", 0) + 1
+        return asked - 1.0  # the first is before training
+
+    monkeypatch.setattr(TimeLimit, "time_elapsed", a_second_per_question)
+    steps = []
+    for time in ("00:00:00:03", "00:00:00:04", "00:00:00:04"):  # of the command: any other is the same run
+        assert cli(monkeypatch, *quick, f"trainer.max_time={time}") == 0
+        (run,) = (tmp_path / "outputs" / "digits_unet").iterdir()
+        steps.append(json.loads((run / "result.json").read_text())["steps"])
+        ended = f"at the end of trainer.max_time={time}: resume=auto goes on"
+        assert (ended in capfd.readouterr().out) == (steps[-1] < 9)
+    assert steps == [3, 7, 9]
+    for entry in STATE:
+        assert_same(checkpoint(tmp_path / "whole")[entry], checkpoint(run)[entry], entry)
+    assert cli(monkeypatch, *quick, "trainer.max_time=00:00:00:03", f"hydra.run.dir={run}") == 0
+    assert "is complete" in capfd.readouterr().out
+
+
+def test_a_run_without_validation_goes_on_in_the_middle_of_an_epoch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = [*TINY, "precision=fp32", "data.batch_size=16", "trainer.limit_val_batches=0", "logger=none"]
+    options += ["trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=1", "trainer.limit_train_batches=3"]
+    assert cli(monkeypatch, *options, "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/whole") == 0
+    assert cli(monkeypatch, *options, "trainer.max_steps=4", f"hydra.run.dir={tmp_path}/a") == 0
+    last = f"ckpt_path={tmp_path}/a/checkpoints/last.ckpt"
+    assert cli(monkeypatch, *options, last, "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/b") == 0
+    for entry in ("state_dict", "optimizer_states"):
+        assert_same(checkpoint(tmp_path / "whole")[entry], checkpoint(tmp_path / "b")[entry], entry)
+
+
+def test_the_last_step_is_validated_and_saved_in_an_epoch_without_validation_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = [*TINY, "precision=fp32", "data.batch_size=16", "trainer.limit_val_batches=1"]
+    options += ["trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=2", "trainer.limit_train_batches=3"]
+    assert cli(monkeypatch, *options, "trainer.max_steps=8", f"hydra.run.dir={tmp_path}") == 0
+    assert checkpoint(tmp_path)["global_step"] == 8
+    assert list(scalars(tmp_path, "val/loss")) == [6, 8]
 
 
 def test_results_are_those_of_the_configuration_beside_them(
