@@ -77,6 +77,9 @@ class MasterWeightPrecision(Precision):
     Lightning, the last, incomplete accumulation window of an epoch is divided by ``accumulate_grad_batches`` like the
     others, so its update is smaller.
 
+    A network that casts what it is given to the dtype of a parameter, ``t.to(self.proj.weight.dtype)``, casts it to 16
+    bits, in which a timestep of 999 is 1000: keep that layer in fp32, ``PrecisionPolicy("bf16", fp32=["proj"])``.
+
     Args:
         policy: A :class:`~lightning_mixprec.policy.PrecisionPolicy`, or its compute precision: ``"fp32"``, ``"bf16"``,
             ``"fp16"`` or ``"fp8"``, bf16 with every linear layer that qualifies in fp8 (needs torchao).

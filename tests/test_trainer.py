@@ -789,6 +789,24 @@ def test_reparametrised_layers_follow_fp32(reparametrise, precision):
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-2, atol=2e-2)
 
 
+def test_a_network_that_casts_times_to_the_dtype_of_a_layer_sees_them_when_it_is_fp32():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+            self.proj, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            self.seen.append(torch.tensor([999]).to(self.proj.weight.dtype).item())
+            return self.last(self.proj(x) + math.cos(self.seen[-1]))
+
+    rounded, true = Net(), Net()
+    small_fit(rounded, "bf16")
+    small_fit(true, PrecisionPolicy("bf16", fp32=["proj"]))
+    assert {*rounded.seen} == {1000.0}  # what the documentation says
+    assert {*true.seen} == {999.0}
+
+
 @pytest.mark.parametrize("precision", HALVES)
 def test_a_layer_reparametrised_in_mid_training_follows_fp32(precision):
     """Torch puts a class of its own on top of the one that a layer has while it trains."""
