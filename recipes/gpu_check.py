@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,8 @@ MODES: tuple[str, ...] = ("32-true", "bf16-mixed", "bf16", "bf16+split", "bf16+s
 COMPILED = ("bf16-mixed+compile", "bf16+compile", "fp8+compile")
 
 
-def measure(device: str, small: bool, deadline: float, console: Console) -> dict[str, Any]:
-    """The benchmark's table for each network, in turn, as long as there is time."""
-    found: dict[str, Any] = {}
+def measure(device: str, small: bool, deadline: float, console: Console, found: dict[str, Any]) -> Iterator[None]:
+    """Put the benchmark's table for each network into ``found``, in turn, as long as there is time."""
     for name, overrides in (SMALL if small else LARGE).items():
         for modes, rounds in ((MODES[:3] if small else MODES, 1 if small else 3), (() if small else COMPILED, 1)):
             if not modes:
@@ -63,7 +63,7 @@ def measure(device: str, small: bool, deadline: float, console: Console) -> dict
             benchmark_report.show(results, config["data"]["batch_size"], console)
             console.print(benchmark_report.recommendation(results), highlight=False, soft_wrap=True)
             found.setdefault(name, {}).update({mode: asdict(measured) for mode, measured in results.items()})
-    return found
+            yield
 
 
 def main() -> None:
@@ -81,9 +81,11 @@ def main() -> None:
     with quiet():
         document: dict[str, Any] = {"machine": benchmark_report.machine()}
         document["checks"] = run_checks(arguments.device, console)
-        arguments.output.write_text(json.dumps(document, indent=2))  # should the tables not end in time
-        document["tables"] = measure(arguments.device, arguments.small, start + 60 * arguments.minutes, console)
-    arguments.output.write_text(json.dumps(document, indent=2, default=str))
+        document["tables"] = {}
+        arguments.output.write_text(json.dumps(document, indent=2))  # and after each table, should the next not end
+        deadline = start + 60 * arguments.minutes
+        for _ in measure(arguments.device, arguments.small, deadline, console, document["tables"]):
+            arguments.output.write_text(json.dumps(document, indent=2, default=str))
     print(f"\nall figures      {arguments.output}, after {time.monotonic() - start:.0f} s")
     sys.exit(0 if all(check["passed"] for check in document["checks"].values()) else 1)
 

@@ -105,7 +105,7 @@ class PretendedGpu(TorchDispatchMode):
         self._check(func, name, args, kwargs, tensors, device)
         if pin:
             kwargs["pin_memory"] = False
-        if device is not None:
+        if device is not None and device.type == "cuda":
             kwargs["device"] = CPU
         result = func(*tree_map(to_host, args), **tree_map(to_host, kwargs))
         if pin:
@@ -119,7 +119,7 @@ class PretendedGpu(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             return written[0] if len(schema.returns) == 1 else tuple(written) if schema.returns else None
-        return result if pin or (device or GPU).type == "cpu" else tree_map(to_gpu, result)
+        return result if pin or (device or GPU).type != "cuda" else tree_map(to_gpu, result)
 
     @staticmethod
     def _check(func, name, args, kwargs, tensors, device) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_mixprec import MasterWeightPrecision
+from recipes import gpu_check
 from recipes.benchmark import run
 from recipes.benchmark_modes import Mode
 from recipes.benchmark_report import Measured, recommendation
@@ -201,6 +202,26 @@ def test_a_check_that_fails_is_shown_and_does_not_stop_the_others(monkeypatch: p
     assert "FAILED broken" in shown
     assert "planted" in shown
     assert "passed fine" in shown
+
+
+def test_gpu_script_leaves_the_tables_it_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next may be cut off by whoever has lent the machine."""
+    made = iter([{"bf16": Measured(loss=0.5)}])
+
+    def run(config):
+        if (results := next(made, None)) is None:
+            raise KeyboardInterrupt
+        return results
+
+    monkeypatch.setattr("recipes.gpu_check.run_checks", lambda device, console: {})
+    monkeypatch.setattr("recipes.benchmark.run", run)
+    monkeypatch.setattr("recipes.benchmark_report.show", lambda *_: None)
+    monkeypatch.setattr("recipes.benchmark_report.recommendation", lambda _: "")
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--small", "--output", str(tmp_path / "g.json")])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main()
+    tables = json.loads((tmp_path / "g.json").read_text())["tables"]
+    assert [table["bf16"]["loss"] for table in tables.values()] == [0.5]
 
 
 @pytest.mark.slow
