@@ -25,7 +25,7 @@ from rich.console import Console
 
 from lightning_mixprec import MasterWeightPrecision, audit
 from lightning_mixprec.audit_result import Audit
-from recipes import command_line
+from recipes import command_line, resume
 from recipes.audit_report import show
 from recipes.checks import check_model
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
@@ -103,10 +103,10 @@ def write(found: Audit, config: dict[str, Any], output_dir: Path, plugin: Master
     path = output_dir / "precision" / f"{OPTION}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(found.to_yaml(plugin.masters, fallback="raise" if plugin.fallback == "raise" else "auto"))
-    logger = build(config, "logger") if config.get("logger") else None
-    if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_text("audit", found.to_markdown())
-        logger.finalize("success")
+    for logger in resume.logger_of(config, None, None, output_dir):
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text("audit", found.to_markdown())
+            logger.finalize("success")
 
 
 def command(output_dir: Path, overrides: list[str], search_path: Sequence[str] = ()) -> str:

@@ -27,12 +27,23 @@ class WholeFiles(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path`, a path on this machine's file systems."""
+        """Write `checkpoint` to `path`, a path on this machine's file systems.
+
+        Raises:
+            OSError: If it cannot be written; nothing is left of it then.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f"{target.name}.unfinished")  # the next attempt overwrites it
-        with unfinished.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        except (OSError, RuntimeError) as error:  # torch raises either when a disk is full
+            unfinished.unlink(missing_ok=True)
+            raise OSError(
+                f"{target} could not be written, what was there before is untouched: {error}. Free some space, then go "
+                "on from the last checkpoint: resume=auto."
+            ) from error

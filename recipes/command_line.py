@@ -321,6 +321,12 @@ def _unknown_options(override: Override, options: list[str]) -> str:
         return ""
     if (value := override.value()) is None:
         return f"{override.input_line}: a group takes the name of an option. Choices: {', '.join(options)}."
+    if isinstance(value, dict):
+        own = f"{override.key_or_group}._target_={value.get('_target_', 'CLASS')}"
+        return (
+            f"{override.input_line}: a group takes the name of an option. Choices: {', '.join(options)}. For a class "
+            f"of your own write {own}, and each argument as a key like it."
+        )
     for choice in value if isinstance(value, list) else [value]:
         if str(choice) not in options:
             return (
@@ -366,7 +372,8 @@ def _listed(override: Override, config: DictConfig, options_that_set: Callable[[
         where = ".".join([*path, part])
         listed = [str(k) for k in node.keys() if k not in HYDRA_KEYS and (path or k != "hydra")]
         if "_target_" not in node:
-            raise ConfigError(unknown_key(where, listed, f"{'.'.join(path) or 'The configuration'} has"))
+            own = f" To add one of your own: +{where}._target_=CLASS." if path == ["callbacks"] else ""
+            raise ConfigError(unknown_key(where, listed, f"{'.'.join(path) or 'The configuration'} has") + own)
         try:
             taken, _, _, takes_any, _ = signature_of(str(node["_target_"]))
         except ValueError:

@@ -139,22 +139,25 @@ def check_steps(checkpoint: dict[str, Any], config: dict[str, Any], path: Path) 
 
 def logger_of(
     config: dict[str, Any], checkpoint: dict[str, Any] | None, path: Path | None, output_dir: Path
-) -> Logger | None:
-    """The logger, if there is one; where a run goes on in its own directory, so do its curves.
+) -> list[Logger]:
+    """The logger, or several by names as callbacks are; where a run goes on in its own directory, so do its curves.
 
     What the interrupted run logged after the checkpoint is logged again. TensorBoard is told to forget the first
     version: everything from the step after the checkpoint's on. The table of Lightning's CSVLogger, which would delete
     it, stays as metrics_part1.csv, and so on.
     """
-    if not config.get("logger"):
-        return None
+    if not (node := config.get("logger")):
+        return []
+    nodes = {"logger": node} if "_target_" in node else {f"logger.{name}": each for name, each in node.items() if each}
     again = checkpoint is not None and path is not None and output_dir in path.parents
     table = output_dir / "metrics.csv"
     if again and getattr(rank_zero_only, "rank", 0) == 0 and table.is_file():
         table.replace(output_dir / f"metrics_part{len(list(output_dir.glob('metrics_part*.csv'))) + 1}.csv")
-    if checkpoint is None or not (again and config["logger"]["_target_"].endswith("TensorBoardLogger")):
-        return build(config, "logger")
-    return build(config, "logger", purge_step=checkpoint["global_step"] + 1)
+    purge = {"purge_step": checkpoint["global_step"] + 1} if again and checkpoint is not None else {}
+    return [
+        build(nodes, name, **(purge if each["_target_"].endswith("TensorBoardLogger") else {}))
+        for name, each in nodes.items()
+    ]
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -210,7 +210,9 @@ def problems_in(config: dict[str, Any]) -> list[Problem]:
         if key in config and (problem := mismatch(config[key], hint))
     ]
     for key in (*GROUPS, *NAMED_PARTS, "logger"):
-        found += _not_an_object(key, config.get(key), named=key in NAMED_PARTS)
+        node = config.get(key)
+        several = isinstance(node, dict) and any(isinstance(v, dict) and "_target_" in v for v in node.values())
+        found += _not_an_object(key, node, named=key in NAMED_PARTS or (key == "logger" and several))
     trainer = config.get("trainer")
     for owned, remedy in OWNED_BY_GROUPS.items():
         if isinstance(trainer, dict) and owned in trainer:

@@ -46,6 +46,7 @@ NOISE = (
     ".*smaller than the logging interval.*",  # short epochs; logging counts steps across epochs
     ".*not supported by the model summary.*",  # the summary's estimate of memory, which nobody asked for
     ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6.6 with torch 2.14; delete when Lightning adapts
+    ".*callbacks used to create the checkpoint need to be provided.*",  # `resume` says what has changed
     ".*exists and is not empty.*",  # a run that goes on does so in its own directory
     ".*does not have many workers.*",  # the data are a tensor in memory
 )

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipes import command_line
+from recipes import command_line, resume
 from recipes.autoencoder import Autoencoder
 from recipes.checks import check_batches
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
@@ -168,7 +168,7 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
         config,
         "trainer",
         plugins=build(config, "precision"),
-        logger=build(config, "logger") if config.get("logger") else False,
+        logger=resume.logger_of(config, None, None, Path()) or False,
         callbacks=ProgressLine(),
         enable_checkpointing=False,
     )

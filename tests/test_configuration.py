@@ -254,6 +254,10 @@ IN_VAIN = {
     "trainer.limit_train_batches=0.001": ["that share of an epoch is no batch"],
     "trainer.val_check_interval=0.5": ["Write trainer.check_val_every_n_epoch=1 as well, or a number of batches"],
     "trainer.check_val_every_n_epoch=1": ["trainer.val_check_interval=100: an epoch has 11 batches", "=null to count"],
+    "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": [
+        "add one of your own: +callbacks.stop._target_"
+    ],
+    "optimizer={_target_:torch.optim.RAdam,lr:0.1}": ["write optimizer._target_=torch.optim.RAdam, and each argument"],
     "trainer.min_steps=20 trainer.max_steps=12": ["trainer.min_steps=20: the run ends after 12 steps"],
     "trainer.min_epochs=3 trainer.max_steps=30": ["trainer.min_epochs=3: the run ends after 30 steps, and has 11"],
     "optimizer._target_=torch.optim.SparseAdam scheduler.total_iters=9": ["SparseAdam does not support dense"],

@@ -337,6 +337,23 @@ def test_results_are_those_of_the_configuration_beside_them(
     assert "0.5" not in (run.parent / "results.csv").read_text()
 
 
+def test_several_loggers_go_on_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "logger").mkdir(parents=True)
+    place = {"save_dir": "${hydra:runtime.output_dir}", "name": "", "version": ""}
+    classes = {"curves": "TensorBoardLogger", "table": "CSVLogger"}
+    nodes = {name: {"_target_": f"lightning.pytorch.loggers.{kind}", **place} for name, kind in classes.items()}
+    OmegaConf.save(OmegaConf.create(nodes), tmp_path / "conf" / "logger" / "both.yaml")
+    run = tmp_path / "run"
+    command = ["--config-dir", f"{tmp_path}/conf", "logger=both", *QUICK, "precision=fp32", f"hydra.run.dir={run}"]
+    for steps in (2, 4):
+        assert cli(monkeypatch, *command, f"trainer.max_steps={steps}") == 0
+    curves = EventAccumulator(str(run)).Reload()
+    assert [event.step for event in curves.Scalars("train/loss")] == [0, 1, 2, 3]
+    for name, expected in (("metrics_part1.csv", [0, 1]), ("metrics.csv", [2, 3])):
+        with (run / name).open() as file:
+            assert [int(row["step"]) for row in csv.DictReader(file) if row.get("train/loss")] == expected
+
+
 # Command lines that are printed
 
 
@@ -406,9 +423,10 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", disk_full)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(OSError, match=f"{path} could not be written, .*: disk full. Free some space"):
             WholeFiles().save_checkpoint({"step": 2}, path)
     assert torch.load(path) == {"step": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]  # what is left would keep the disk full
     WholeFiles().save_checkpoint({"step": 3}, path)
     assert torch.load(path) == {"step": 3}
     assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
