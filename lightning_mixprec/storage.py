@@ -260,7 +260,7 @@ class Bucket:
             rounded = torch.empty_like(self.half)
             round_(self.master, rounded)
             edited = (rounded != self.half) & (fingerprint != self._fingerprint)
-            self.master.copy_(torch.where(edited, self.half.float(), self.master))
+            torch.where(edited, self.half, self.master, out=self.master)
         elif self.rest is not None:
             self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
         self._fingerprint = fingerprint
