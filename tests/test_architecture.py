@@ -1,6 +1,7 @@
 """Who may import whom (the layout is the architecture)."""
 
 import ast
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -148,3 +149,9 @@ def test_torchao_is_optional():
         if path.stem != "float8":
             assert not any(module.startswith("torchao") for module in imports(path)), path
             assert "lightning_mixprec.float8" not in top, path
+
+
+def test_workers_share_files_and_not_tests(request):
+    """pytest-xdist tells them by the ends of names. Without, each worker starts all processes that files share."""
+    end = "@test_architecture.py" if "PYTEST_XDIST_WORKER" in os.environ else "share_files_and_not_tests"
+    assert request.node.nodeid.endswith(end)
