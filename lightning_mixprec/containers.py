@@ -43,7 +43,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Tensors of one element in one: on a GPU if any is, since what a network takes and returns need not all be there.
+    """Tensors of one shape in one: on a GPU if any is, since what a network takes and returns need not all be there.
 
     Example:
         >>> import torch

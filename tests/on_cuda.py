@@ -95,6 +95,8 @@ def test_a_look_at_the_layers_waits_a_few_times_however_many_parameters_there_ar
     fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[waits, monitor], logger=logger, log_every_n_steps=100)
     assert monitor.layers
     assert not [wait for batch in waits.batches for wait in batch if wait.startswith("cpu -> cuda")]
+    histograms = [[wait for wait in batch if "dashboard" in wait] for batch in waits.batches]
+    assert max(map(len, histograms)) == 1
 
 
 def test_layers_are_looked_at_in_a_deterministic_fit(tmp_path):

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -100,6 +101,10 @@ class PretendedGpu(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::") if isinstance(func, torch._ops.OpOverload) else ""
         if name == "is_pinned":
             return args[0].untyped_storage().data_ptr() in _pinned
+        if name in ("pin_memory", "_pin_memory"):
+            copy = args[0].clone()
+            _pinned.add(copy.untyped_storage().data_ptr())
+            return copy
         pin = kwargs.get("pin_memory")
         if not name or not (any(map(is_cuda, tensors)) or (device or CPU).type == "cuda" or pin):
             return func(*args, **kwargs)
@@ -306,6 +311,7 @@ def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # its operations have no other kernels
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # nor have these
         stack.enter_context(PretendedGpu())
         waits.clear()
         yield
