@@ -11,7 +11,7 @@ import pretend_cuda
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from reference import loader, make_batches, make_module, make_trainer
+from reference import Resumable, SaveAfter, assert_same, loader, make_batches, make_module, make_trainer, snapshot
 
 from lightning_mixprec import (
     DynamicLossScaler,
@@ -174,6 +174,24 @@ def test_optimizers_are_stepped_bucket_by_bucket_as_on_a_cpu(make):
         fit(accelerator, "bf16", "split", lambda params: make(params, lr=0.01)) for accelerator in ("gpu", "cpu")
     )
     assert_equal_fp32_on_the_host(found, expected)
+
+
+@pytest.mark.parametrize(("first", "second", "masters"), [("gpu", "gpu", "none"), ("gpu", "cpu", "fp32")])
+def test_a_checkpoint_from_inside_a_window_goes_on_on_either_device(first, second, masters, tmp_path):
+    """Bit for bit on the same one, stochastic rounding included."""
+
+    def run(accelerator, **options):
+        module = make_module(OPTIMIZERS["fused"])
+        plugin = MasterWeightPrecision("bf16", masters=masters)
+        saving = SaveAfter(tmp_path / "inside.ckpt", 3)
+        trainer = make_trainer(plugin, accelerator=accelerator, callbacks=[saving], accumulate_grad_batches=2)
+        trainer.fit(module, Resumable(3), **options)
+        return module
+
+    whole, rest = run(first), run(second, ckpt_path=tmp_path / "inside.ckpt")
+    if first == second:
+        assert_same(snapshot(rest), snapshot(whole))
+    assert_equal_fp32_on_the_host(rest, whole)
 
 
 def test_magnitudes_of_what_does_not_all_stand_on_the_gpu():
