@@ -9,9 +9,10 @@ What it leaves out: exchanging them (:mod:`lightning_mixprec.widening`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -39,3 +40,15 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         for name, item in vars(value).items():
             if isinstance(item, Tensor):
                 yield f"{path}.{name}", item
+
+
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape in one: on a GPU if any is, since what a network takes and returns need not all be there.
+
+    Example:
+        >>> import torch
+        >>> stacked([torch.tensor(True), torch.tensor(False)])
+        tensor([ True, False])
+    """
+    device = next((number.device for number in numbers if number.device.type != "cpu"), numbers[0].device)
+    return torch.stack([number.to(device) for number in numbers])

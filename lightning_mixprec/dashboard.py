@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from lightning_mixprec.containers import stacked
 from lightning_mixprec.layer_stats import exponent_edges
 
 Charts = dict[str, dict[str, list[str]]]
@@ -94,9 +95,13 @@ def add_exponents(writer: Any, tag: str, counts: Tensor, step: int) -> None:
 
 
 def by_group(exponents: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-    """Counts by layer and what they are of, added up over all layers that share the first two parts of their names."""
+    """Counts by layer and what they are of, added up over all layers that share the first two parts of their names.
+
+    On the host; one wait for the device.
+    """
     groups: dict[tuple[str, str], Tensor] = {}
-    for (name, what), counts in exponents.items():
+    read = stacked(list(exponents.values())).cpu() if exponents else ()
+    for (name, what), counts in zip(exponents, read, strict=True):
         key = (".".join(name.split(".")[:2]), what)
         groups[key] = groups[key] + counts if key in groups else counts
     return groups

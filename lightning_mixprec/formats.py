@@ -61,9 +61,9 @@ class Tally:
     def __init__(self, formats: Sequence[torch.dtype]) -> None:
         self._borders = {dtype: _borders(dtype) for dtype in formats}
         edges = {_above(0.0), math.inf, *(edge for borders in self._borders.values() for edge in borders)}
-        self._edges = torch.tensor(sorted(edges))
+        self._edges = [0.0, *sorted(edges)]
         self._largest: Tensor | None = None
-        self._counts: Tensor | None = None  # int64 [1 + edges]: of numbers below the first edge, between two, ...
+        self._counts: Tensor | None = None  # int64 [edges]: of numbers that are at least as large as each of them
 
     @torch.no_grad()
     def add(self, values: Tensor, scale: float = 1.0) -> None:
@@ -72,9 +72,9 @@ class Tally:
         if not size.numel():
             return
         largest = size.nan_to_num(0.0, 0.0).amax()
-        self._edges = self._edges.to(size.device)
-        places = torch.bucketize(size * scale, self._edges, out_int32=True, right=True)  # NaN: the last one
-        counts = torch.bincount(places, minlength=len(self._edges) + 1)
+        scaled = size * scale
+        # One pass for each edge: `bincount` and `histc` have the host wait for a GPU, or count there in any order.
+        counts = torch.stack([(scaled >= edge).sum() for edge in self._edges])  # NaN: none of them
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._counts = counts if self._counts is None else self._counts + counts
 
@@ -86,12 +86,12 @@ class Tally:
     @property
     def shares(self) -> dict[torch.dtype, Shares]:
         """What each format loses. Reads the device."""
-        counts = self._counts.tolist() if self._counts is not None else [0] * (len(self._edges) + 1)
-        edges = self._edges.tolist()
+        counts = self._counts.tolist() if self._counts is not None else [0] * len(self._edges)
+        at_least = dict(zip(self._edges, counts, strict=True))
+        total = at_least[0.0] - at_least[math.inf]
 
         def between(low: float, high: float) -> float:
-            total = sum(counts[:-1])
-            return sum(counts[edges.index(low) + 1 : edges.index(high) + 1]) / total if total else math.nan
+            return (at_least[low] - at_least[high]) / total if total else math.nan
 
         return {
             dtype: Shares(between(overflow, math.inf), between(_above(0.0), kept), between(kept, normal))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_mixprec.containers import tensors_in
+from lightning_mixprec.containers import stacked, tensors_in
 from lightning_mixprec.opaque import stored, visible_modules
 
 
@@ -52,7 +52,7 @@ class InnerOverflow(TorchDispatchMode):
     @property
     def found(self) -> Tensor | None:
         """Whether there was any, bool [], on the device; None if nothing was looked at."""
-        return torch.stack(list(self._flags.values())).any() if self._flags else None
+        return stacked(list(self._flags.values())).any() if self._flags else None
 
     def modules(self) -> list[str]:
         """Qualified names of the modules with such an operation. Reads the device."""
@@ -94,8 +94,8 @@ class InnerOverflow(TorchDispatchMode):
         result = func(*args, **kwargs)
         went = [_bounded(tensor) for _, tensor in tensors_in(result) if self._counts(tensor)]
         if went:
-            made = ~torch.stack(went).all()
-            made = made & torch.stack(came).all() if came else made
+            made = ~stacked(went).all()
+            made = made & stacked(came).all() if came else made
             name = self._inside[-1]
             self._flags[name] = self._flags[name] | made if name in self._flags else made
         return result

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mixprec.containers import tensors_in
+from lightning_mixprec.containers import stacked, tensors_in
 from lightning_mixprec.formats import lost_updates
 from lightning_mixprec.opaque import is_script, is_transformed, stored
 from lightning_mixprec.shards import local
@@ -149,7 +149,7 @@ class BatchStats:
         keys = list(self._numbers)
         if not keys:
             return {}
-        values = torch.stack([self._numbers[key].float().reshape(()) for key in keys]).tolist()
+        values = stacked([self._numbers[key].float().reshape(()) for key in keys]).tolist()
         numbers = dict(zip(keys, values, strict=True))
         return {name: self._stats(name, numbers) for name in self._modules if any(key[0] == name for key in keys)}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mixprec.containers import tensors_in
+from lightning_mixprec.containers import stacked, tensors_in
 from lightning_mixprec.opaque import stored
 from lightning_mixprec.shards import local
 
@@ -29,7 +29,7 @@ def nonfinite(value: Any) -> Tensor:
     """
     parts = [stored(local(tensor)) for _, tensor in tensors_in(value) if tensor.is_floating_point()]
     flags = [~torch.isfinite(part).all() for part in parts if part is not None]
-    return torch.stack(flags).any() if flags else torch.tensor(False)
+    return stacked(flags).any() if flags else torch.tensor(False)
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def largest(value: Any) -> Tensor:
         for t in (stored(tensor) for _, tensor in tensors_in(value) if tensor.is_floating_point())
         if t is not None and t.numel()
     ]
-    return torch.stack(sizes).max() if sizes else torch.tensor(0.0)
+    return stacked(sizes).max() if sizes else torch.tensor(0.0)
 
 
 def cures(lost: Any, better: Any) -> bool:

@@ -189,7 +189,7 @@ class PrecisionMonitor(Callback):
         skipped = sum(self._recent)
         counters = [plugin.scaler.skipped_steps, plugin.scaler.consecutive_skips, plugin.scaler.real_steps]
         scale = self._scale_used if self._scale_used is not None else plugin.scaler.scale
-        norm = scale.new_tensor(math.nan) if self._grad_norm is None else _whole(self._grad_norm)
+        norm = torch.full_like(scale, math.nan) if self._grad_norm is None else _whole(self._grad_norm)
         # One wait for the device.
         read = torch.stack([scale.double(), norm.double(), *(counter.double() for counter in counters)]).tolist()
         values = {

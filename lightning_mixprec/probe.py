@@ -199,6 +199,8 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
     clone.__dict__.update(deepcopy(attributes, _tensors_in(optimizer)), **hooks)
     clone.defaults = deepcopy(optimizer.defaults)
     clone.state = defaultdict(dict)
+    # As the constructor leaves it. Without it, where there is a GPU, `step` looks for a setting that Adafactor lacks.
+    clone._warned_capturable_if_run_uncaptured = True
     return clone
 
 
@@ -248,7 +250,7 @@ def _copy_constructor_state(given: Mapping[str, Any], like: Tensor, param: nn.Pa
     for key, value in given.items():
         if isinstance(value, Tensor) and value.shape == like.shape and value.numel():
             value = torch.full(param.shape, float(value.flatten()[0]))
-        state[param][key] = deepcopy(value)
+        state[param][key] = deepcopy(value.cpu() if isinstance(value, Tensor) else value)
 
 
 def _plain(value: Any) -> Any:

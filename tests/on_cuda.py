@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from itertools import pairwise
 from unittest import mock
 
@@ -10,10 +11,19 @@ import pretend_cuda
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from reference import loader, make_batches, make_module, make_trainer
+from reference import Resumable, SaveAfter, assert_same, loader, make_batches, make_module, make_trainer, snapshot
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightAveraging, MasterWeightPrecision, PrecisionMonitor
+from lightning_mixprec import (
+    DynamicLossScaler,
+    MasterWeightAveraging,
+    MasterWeightPrecision,
+    PrecisionMonitor,
+    audit,
+)
+from lightning_mixprec.formats import GRADIENT_FORMATS, Tally
 from lightning_mixprec.gradients import found_nonfinite
+from lightning_mixprec.inside import InnerOverflow
+from lightning_mixprec.magnitudes import largest, nonfinite
 from lightning_mixprec.reduction import mean_over_ranks
 
 OPTIMIZERS = {
@@ -85,6 +95,8 @@ def test_a_look_at_the_layers_waits_a_few_times_however_many_parameters_there_ar
     fit("gpu", "bf16", "fp32", OPTIMIZERS["fused"], callbacks=[waits, monitor], logger=logger, log_every_n_steps=100)
     assert monitor.layers
     assert not [wait for batch in waits.batches for wait in batch if wait.startswith("cpu -> cuda")]
+    histograms = [[wait for wait in batch if "dashboard" in wait] for batch in waits.batches]
+    assert max(map(len, histograms)) == 1
 
 
 def test_layers_are_looked_at_in_a_deterministic_fit(tmp_path):
@@ -153,6 +165,78 @@ def test_an_old_gpu_is_told_from_a_new_one(caplog):
         with mock.patch("torch.cuda.get_device_capability", return_value=(7, 0)):
             fit("gpu", "bf16", "fp32", OPTIMIZERS["SGD"])
     assert "no bf16 instructions (compute capability 7.0" in caplog.text
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, partial(torch.optim.Adagrad, fused=True)])
+def test_optimizers_are_stepped_bucket_by_bucket_as_on_a_cpu(make):
+    """They are tried on the CPU first, with settings and state that stand on the GPU."""
+    found, expected = (
+        fit(accelerator, "bf16", "split", lambda params: make(params, lr=0.01)) for accelerator in ("gpu", "cpu")
+    )
+    assert_equal_fp32_on_the_host(found, expected)
+
+
+@pytest.mark.parametrize(("first", "second", "masters"), [("gpu", "gpu", "none"), ("gpu", "cpu", "fp32")])
+def test_a_checkpoint_from_inside_a_window_goes_on_on_either_device(first, second, masters, tmp_path):
+    """Bit for bit on the same one, stochastic rounding included."""
+
+    def run(accelerator, **options):
+        module = make_module(OPTIMIZERS["fused"])
+        plugin = MasterWeightPrecision("bf16", masters=masters)
+        saving = SaveAfter(tmp_path / "inside.ckpt", 3)
+        trainer = make_trainer(plugin, accelerator=accelerator, callbacks=[saving], accumulate_grad_batches=2)
+        trainer.fit(module, Resumable(3), **options)
+        return module
+
+    whole, rest = run(first), run(second, ckpt_path=tmp_path / "inside.ckpt")
+    if first == second:
+        assert_same(snapshot(rest), snapshot(whole))
+    assert_equal_fp32_on_the_host(rest, whole)
+
+
+def test_magnitudes_of_what_does_not_all_stand_on_the_gpu():
+    """A network may be called with a timestep on the host."""
+    value = {"t": torch.tensor(3.0), "x": torch.ones(2, device="cuda")}
+    assert largest(value).item() == 3
+    assert not nonfinite(value)
+    assert nonfinite([*value.values(), torch.tensor(float("inf"))])
+
+
+def test_operations_on_halves_of_both_devices_are_looked_at():
+    class Table(torch.nn.Module):
+        def forward(self, x):
+            table = torch.full((2,), 300.0, dtype=torch.float16).square()  # on the host
+            return x.copy_(table)
+
+    net = torch.nn.Sequential(Table(), torch.nn.Identity())
+    with InnerOverflow(net, torch.float16) as inner:
+        net(torch.ones(2, dtype=torch.float16, device="cuda"))
+    assert inner.found
+    assert inner.modules() == ["0"]
+
+
+def test_numbers_are_counted_without_a_wait():
+    tally, host = Tally(GRADIENT_FORMATS), Tally(GRADIENT_FORMATS)
+    numbers = torch.tensor([0.0, 1e-9, 1e-6, 1.0, 1e5, 1e39, float("nan")])
+    values = numbers.cuda()
+    pretend_cuda.waits.clear()
+    tally.add(values, 2.0)
+    tally.add(values)
+    assert not pretend_cuda.waits
+    host.add(numbers, 2.0)
+    host.add(numbers)
+    assert tally.shares == host.shares
+    assert tally.shares[torch.float16].overflow == 2 / 10  # five of seven are finite
+
+
+def test_an_audit_on_the_gpu_says_what_one_on_the_cpu_says():
+    found, expected = (
+        audit(make_module().to(device), [[part.to(device) for part in batch] for batch in make_batches(2)])
+        for device in ("cuda", "cpu")
+    )
+    assert found.policy.fp32 == expected.policy.fp32
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert one.activation == pytest.approx(other.activation, rel=1e-3)
 
 
 def assert_equal_fp32_on_the_host(module, expected):

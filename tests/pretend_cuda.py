@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,6 +43,7 @@ UNORDERED = {"histc", "put_", "kthvalue", "cumsum"}
 _on_host: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address is used twice
 _on_gpu: dict[int, torch.UntypedStorage] = {}
 _pinned: set[int] = set()
+_random = [torch.Generator().get_state()]  # of the GPU's own generator
 waits: list[str] = []  # what made the host wait for the device, and from where
 
 
@@ -99,15 +101,31 @@ class PretendedGpu(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::") if isinstance(func, torch._ops.OpOverload) else ""
         if name == "is_pinned":
             return args[0].untyped_storage().data_ptr() in _pinned
+        if name in ("pin_memory", "_pin_memory"):
+            copy = args[0].clone()
+            _pinned.add(copy.untyped_storage().data_ptr())
+            return copy
         pin = kwargs.get("pin_memory")
         if not name or not (any(map(is_cuda, tensors)) or (device or CPU).type == "cuda" or pin):
             return func(*args, **kwargs)
+        if name == "set_" and len(args) > 1 and isinstance(args[1], torch.UntypedStorage):
+            return func(*args, **kwargs)  # of one on the GPU, as `deepcopy` makes it
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if composite and torch.is_inference_mode_enabled():  # there they come as they are called
+            with self:
+                return func.decompose(*args, **kwargs)
         self._check(func, name, args, kwargs, tensors, device)
+        if name in ("_softmax", "_log_softmax") and args[2]:  # in half, with fp32 out of it
+            args = (args[0].float(), args[1], False)
+        elif name in ("_softmax_backward_data", "_log_softmax_backward_data") and args[3] != args[0].dtype:
+            with self:
+                return func(*args[:3], args[0].dtype).to(args[3])
         if pin:
             kwargs["pin_memory"] = False
         if device is not None and device.type == "cuda":
             kwargs["device"] = CPU
-        result = func(*tree_map(to_host, args), **tree_map(to_host, kwargs))
+        with _own_random_numbers(func, kwargs):
+            result = func(*tree_map(to_host, args), **tree_map(to_host, kwargs))
         if pin:
             _pinned.add(result.untyped_storage().data_ptr())
         schema = func._schema
@@ -119,7 +137,12 @@ class PretendedGpu(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             return written[0] if len(schema.returns) == 1 else tuple(written) if schema.returns else None
-        return result if pin or (device or GPU).type != "cuda" else tree_map(to_gpu, result)
+        if pin or (device or GPU).type != "cuda":
+            return result
+        view = any(each.alias_info is not None for each in schema.returns)
+        normal = torch.inference_mode(False) if view and not tensors[0].is_inference() else contextlib.nullcontext()
+        with normal:  # a view is an inference tensor where what it looks at is one
+            return tree_map(to_gpu, result)
 
     @staticmethod
     def _check(func, name, args, kwargs, tensors, device) -> None:
@@ -139,7 +162,8 @@ class PretendedGpu(TorchDispatchMode):
             if source.device.type != to.type and (at_once or page):
                 _wait(f"{source.device.type} -> {to.type}")
             return
-        strays = [each for each in tensors if each.device.type == "cpu" and each.dim()]
+        joins = name in ("cat", "stack")  # which take no numbers of the host's, either
+        strays = [each for each in tensors if each.device.type == "cpu" and (each.dim() or joins)]
         assert not strays or name.startswith("index"), f"{func} has operands on the GPU and on the CPU"
         masks = name.startswith("index") and [each for each in args[1] or () if each is not None]
         if name in READS or (masks and any(each.dtype == torch.bool for each in masks)):
@@ -164,8 +188,60 @@ class _Event:
 
 
 class _Generator(torch.Generator):
-    def __new__(cls, device="cpu", make=torch.Generator):
-        return make()
+    def __new__(cls, device="cpu"):
+        made = super().__new__(cls)
+        made.said = torch.device(device)
+        return made
+
+    @property
+    def device(self):
+        return GPU if self.said.type == "cuda" else CPU
+
+
+@contextlib.contextmanager
+def _own_random_numbers(func, kwargs):
+    """A GPU has a generator of its own, which `fork_rng` forks only where it is told to."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        yield
+        return
+    host = torch.get_rng_state()
+    torch.set_rng_state(_random[0])
+    try:
+        yield
+    finally:
+        _random[0] = torch.get_rng_state()
+        torch.set_rng_state(host)
+
+
+def _set_rng_state(state, device=None) -> None:
+    _random[0] = state.clone()
+
+
+def _seed(seed) -> None:
+    _random[0] = torch._C.Generator().manual_seed(seed).get_state()
+
+
+class _Storage:
+    """What torch does with storages without a dispatcher: to save, load and copy tensors."""
+
+    @staticmethod
+    def cpu(storage):
+        if storage.device.type != "cuda":
+            return storage
+        _wait("cuda -> cpu")
+        return _on_host[storage.data_ptr()].clone() if storage.nbytes() else torch.UntypedStorage(0)
+
+    @staticmethod
+    def clone(storage, clone=torch.UntypedStorage.clone):
+        if storage.device.type != "cuda":
+            return clone(storage)
+        return _Storage.to(clone(_on_host[storage.data_ptr()]), device=GPU)
+
+    @staticmethod
+    def to(storage, *, device, non_blocking=False, to=torch.UntypedStorage.to):
+        if torch.device(device).type != "cuda":
+            return to(_Storage.cpu(storage), device=device)
+        return to_gpu(torch.empty(0, dtype=torch.uint8).set_(storage)).untyped_storage()
 
 
 def _made_on(make):
@@ -177,6 +253,11 @@ def _made_on(make):
         return make(data, *args, **kwargs).to(device)
 
     return made
+
+
+def _new_tensor(like, data, *, dtype=None, device=None, requires_grad=False):
+    made = torch.tensor(data, dtype=dtype or like.dtype, device=device or like.device)
+    return made.requires_grad_(requires_grad)
 
 
 @contextlib.contextmanager
@@ -208,11 +289,16 @@ def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1
         "torch.cuda.Event": _Event,
         "torch.cuda.synchronize": lambda device=None: waits.append("synchronize"),
         "torch.cuda.empty_cache": lambda: None,
-        "torch.cuda.get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "torch.cuda.set_rng_state": lambda state, device=None: None,
-        "torch.cuda.manual_seed_all": lambda seed: None,
+        "torch.cuda.get_rng_state": lambda device=None: _random[0].clone(),
+        "torch.cuda.set_rng_state": _set_rng_state,
+        "torch.cuda.manual_seed": _seed,
+        "torch.cuda.manual_seed_all": _seed,
         "torch.Generator": _Generator,
+        "torch.UntypedStorage.cpu": _Storage.cpu,
+        "torch.UntypedStorage.clone": _Storage.clone,
+        "torch.UntypedStorage.to": _Storage.to,
         "torch.tensor": _made_on(torch.tensor),
+        "torch.Tensor.new_tensor": _new_tensor,
         "torch.as_tensor": _made_on(torch.as_tensor),
         # Which modes there are is asked to find those of users; this is none.
         "lightning_mixprec.apart._disable_current_modes": _other_modes_disabled,
@@ -224,6 +310,8 @@ def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # its operations have no other kernels
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # nor have these
         stack.enter_context(PretendedGpu())
         waits.clear()
         yield
