@@ -57,7 +57,8 @@ def found_nonfinite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
             found = torch.maximum(found, _any_nonfinite(tensors))
         elif tensors := _suspects(tensors):
             # GradScaler's own kernel; multiplying by one leaves the gradients as they are.
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.ones(1))
+            one = torch.ones(1, dtype=torch.float32)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
     return found
 
 

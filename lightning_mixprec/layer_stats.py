@@ -123,7 +123,9 @@ class BatchStats:
                 size = grad.abs()
                 self._add(name, "zero", (size == 0).sum())
                 self._add(name, "subnormal", ((size > 0) & (size < torch.finfo(grad.dtype).smallest_normal)).sum())
-                self._add(name, "elements", torch.full((), float(grad.numel()), device=grad.device))
+                self._add(
+                    name, "elements", torch.full((), float(grad.numel()), dtype=torch.float32, device=grad.device)
+                )
             if (name, "gradient") in self._numbers:
                 self._numbers[name, "scale"] = scale
 
