@@ -122,7 +122,7 @@ class MasterWeightAveraging(WeightAveraging):
         self._continued: Path | None = None  # where the snapshots of the run that this one continues are
         self._starts_anew = False  # a checkpoint without these profiles was loaded
         self._keeps_snapshots = False
-        self._real_steps = 0
+        self._earlier_steps = self._real_steps = 0
         self._raw: Averages = {}  # the weights, while the average is in their place
         self._validates = False  # a validation of the fit has put it there
 
@@ -163,15 +163,22 @@ class MasterWeightAveraging(WeightAveraging):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where the step counter stands, which a checkpoint may have set."""
-        self._real_steps = _real_steps(trainer)
+        plugin = _plugin(pl_module)
+        self._earlier_steps = 0 if plugin is None else plugin.real_steps - plugin.taken_steps
+        self._real_steps = self._count(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Update the average if this batch made a real step (and a subclass's ``should_update`` agrees)."""
-        before, self._real_steps = self._real_steps, _real_steps(trainer)
+        before, self._real_steps = self._real_steps, self._count(pl_module)
         if self._real_steps > before and self.should_update(step_idx=self._real_steps - 1):
             self._update(pl_module)
+
+    def _count(self, pl_module: LightningModule) -> int:
+        """Real steps, without a wait for the device."""
+        plugin = _plugin(pl_module)
+        return pl_module.trainer.global_step if plugin is None else self._earlier_steps + plugin.taken_steps
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the average where a subclass's ``should_update(epoch_idx=...)`` says so."""
@@ -357,11 +364,6 @@ def _plugin(pl_module: LightningModule) -> MasterWeightPrecision | None:
     trainer = pl_module._trainer
     plugin = trainer.precision_plugin if trainer is not None else None
     return plugin if isinstance(plugin, MasterWeightPrecision) else None
-
-
-def _real_steps(trainer: Trainer) -> int:
-    plugin = trainer.precision_plugin
-    return plugin.real_steps if isinstance(plugin, MasterWeightPrecision) else trainer.global_step
 
 
 def _masters(pl_module: LightningModule) -> MasterWeights | None:

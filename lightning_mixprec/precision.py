@@ -154,7 +154,6 @@ class MasterWeightPrecision(Precision):
         self._fit: Fit | None = None
         # What outlives a fit.
         self._outcome = Outcome()
-        self._taken_before: int | None = None  # batches, before the outcome's; not known since the scaler was changed
         self._fp32_layers: list[str] = []
         self._fp8_tokens: int | None = None
         self._left: dict[str, Any] = {}  # for a checkpoint that is saved afterwards
@@ -188,10 +187,13 @@ class MasterWeightPrecision(Precision):
 
     @property
     def real_steps(self) -> int:
-        """Batches whose update was taken so far."""
-        if self._taken_before is None:  # once: who asks after every batch shall not make the device wait
-            self._taken_before = int(self.scaler.real_steps) - self._outcome.taken
-        return self._taken_before + self._outcome.taken
+        """Batches whose update was taken so far. Reads the device."""
+        return int(self.scaler.real_steps)
+
+    @property
+    def taken_steps(self) -> int:
+        """The same without those before this process, and without reading the device: for who asks in every batch."""
+        return self._outcome.taken
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -242,7 +244,6 @@ class MasterWeightPrecision(Precision):
             self._left, self._fp8_tokens = {}, None
         if fitting and trainer.global_step == 0:  # a fit of its own; a checkpoint's state is loaded later
             self.scaler.reset()
-            self._taken_before = None
             self._fp32_layers = []
             if isinstance(self.fallback, LayerFallback):
                 self.fallback.reset()
@@ -319,7 +320,6 @@ class MasterWeightPrecision(Precision):
         if self._fit is not None:
             self._fp8_tokens = self.fp8_tokens
             self._left = self._fit.close()
-            self._taken_before = None
             self._fit = None
         if self._answers is not None:
             self._answers.diagnosis.stop()
@@ -498,7 +498,6 @@ class MasterWeightPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over loss scale, step counters, and gradients of an accumulation window that was not finished."""
         self.scaler.load_state_dict(state_dict)
-        self._taken_before = None
         if self._fit is not None:
             self._fit.load_state_dict(state_dict)
         if state_dict.get("fp32_layers") and self._answers is not None and self.compute_dtype != torch.float32:
@@ -526,7 +525,6 @@ class MasterWeightPrecision(Precision):
         stock = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
         if stock and not self.scaler.is_identity:
             self.scaler.load_state_dict(stock)
-            self._taken_before = None
             log.info("Loss scale %g taken over from the checkpoint's GradScaler.", self.loss_scale)
         elif not self.scaler.is_identity:
             log.warning("The checkpoint holds no loss scale: continuing with %g.", self.loss_scale)

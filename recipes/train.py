@@ -86,7 +86,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     parts = build_all(config, PARTS)
     data = parts["data"]
     with refusals(config, "data"):
-        data.setup("fit")  # missing files are found before a network of any size is made
+        data.setup("fit")  # missing files are said before anything that depends on them
     module = DiffusionModule(parts["model"], parts["objective"], parts["optimizer"], seed=seed)
     named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
     callbacks = [callback for callback in build_all(named, named).values() if callback is not None]
