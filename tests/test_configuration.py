@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_recipes import ROOT, SHORT, cli
+from test_recipes import ROOT, TINY, cli
 from torch import nn
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
@@ -526,7 +526,7 @@ def test_meta_counts_what_a_real_batch_saves(
 ) -> None:
     rows = []
     for kind in ("true", "meta"):
-        options = [*SHORT[:3], "model=dit_tiny", f"precision={precision}", f"dry_run={kind}", "data.batch_size=16"]
+        options = [*TINY, "model=dit_tiny", f"precision={precision}", f"dry_run={kind}", "data.batch_size=16"]
         assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/{kind}") == 0
         shown = capfd.readouterr().out
         rows.append([line.split()[:2] for line in shown.splitlines() if line.endswith(" MB")])

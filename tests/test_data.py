@@ -26,7 +26,7 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
-from test_recipes import ROOT, SHORT, assert_same, checkpoint, cli
+from test_recipes import ROOT, SHORT, TINY, assert_same, checkpoint, cli
 from torchvision.datasets import CIFAR10, MNIST
 
 from recipes import encode, evaluate, export, sample
@@ -557,8 +557,8 @@ def test_resuming_with_workers_and_flips_is_exact(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """57 images in steps of 8: 14 steps are two epochs; stopped after 10, in the middle of the second."""
-    common = [*SHORT, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "data.num_workers=2"]
-    common += ["trainer.val_check_interval=5", "callbacks.samples.per_class=1", "precision=bf16"]
+    common = [*TINY, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "data.num_workers=2"]
+    common += ["trainer.val_check_interval=5", "callbacks.samples.per_class=1", "sampler.steps=4", "precision=fp32"]
     for name, steps, more in (("whole", 14, []), ("half", 10, []), ("rest", 14, [f"ckpt_path={tmp_path}/half"])):
         more = [f"{each}/checkpoints/last.ckpt" for each in more]
         run = f"hydra.run.dir={tmp_path}/{name}"
@@ -608,7 +608,7 @@ def test_a_run_that_ended_with_a_limited_epoch_is_extended_exactly(
 ) -> None:
     """4 of an epoch's 11 batches, as a number or a share: the loader has more, of which one too many was taken."""
     steps = 4
-    common = [*SHORT, "data.batch_size=128", f"+trainer.limit_train_batches={limit}", "~callbacks.samples"]
+    common = [*SHORT, f"+trainer.limit_train_batches={limit}", "~callbacks.samples"]
     common += ["logger=none", "precision=bf16", "trainer.limit_val_batches=1"]
     runs = {"whole": (2 * steps, []), "half": (steps, []), "rest": (2 * steps, [f"ckpt_path={tmp_path}/half"])}
     for name, (end, more) in runs.items():
@@ -658,7 +658,7 @@ def test_a_corrupt_image_ends_the_run_with_its_name(
     root = folder(tmp_path / "photos", {"some": 30})
     (root / "some" / "013.png").write_bytes((root / "some" / "013.png").read_bytes()[:50])
     arguments = [f"data.directory={root}", "trainer.max_steps=2", "data.batch_size=28", "data.num_workers=2"]
-    assert cli(monkeypatch, *SHORT, *PHOTOS, *arguments, f"hydra.run.dir={tmp_path}/run") == 2
+    assert cli(monkeypatch, *TINY, *PHOTOS, *arguments, f"hydra.run.dir={tmp_path}/run") == 2
     message = capfd.readouterr().err
     message = message[message.index("error: ") :]
     assert message.startswith(f"error: {root}/some/013.png cannot be read as an image: ")
@@ -669,7 +669,7 @@ def test_a_corrupt_image_ends_the_run_with_its_name(
 def test_signal_to_the_whole_group_leaves_workers_to_the_run(photos: Path, tmp_path: Path, name: str) -> None:
     """What a scheduler and Ctrl-C do; a worker that died of it would take the last step with it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "recipes.train", *SHORT, *PHOTOS, f"data.directory={photos}", "data.batch_size=8"]
+    command = [sys.executable, "-m", "recipes.train", *TINY, *PHOTOS, f"data.directory={photos}", "data.batch_size=8"]
     command += ["data.num_workers=2", "trainer.max_steps=100000", "trainer.val_check_interval=20", "~callbacks.samples"]
     run = tmp_path / "run"
     log = (tmp_path / "log").open("w")
@@ -720,7 +720,7 @@ def test_missing_data_name_their_remedy(
     override: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli(monkeypatch, *SHORT[1:3], "hydra.run.dir=run", override) == 2
+    assert cli(monkeypatch, *TINY[1:], "hydra.run.dir=run", override) == 2
     message = capfd.readouterr().err
     message = message[message.index("error: ") :]
     wanted = REFUSALS[override][-1:] if override == "data=synthetic" else REFUSALS[override]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from few_digits import FEW
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
@@ -44,14 +45,16 @@ def test_readme_python_blocks(tmp_path, monkeypatch, capsys):
 
 
 def test_readme_recipe_commands(tmp_path):
-    """Every recipe command of the README runs, in order and with the number of steps cut."""
+    """Every recipe command of the README runs, in order and with fewer steps and images."""
     assert len(RECIPE_COMMANDS) >= 4
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     for command in RECIPE_COMMANDS:
         command = re.sub(r"trainer\.max_steps=\d+", "", command.partition("  #")[0])
         command = command.replace("python", f"'{sys.executable}'", 1)
         if "recipes.train" in command:
             command += f" trainer.max_steps={4 if 'ckpt_path=last' in command else 2}"  # resuming needs steps to do
+            command += "" if "dry_run" in command else " sampler.steps=2 " + " ".join(FEW)
         if "recipes.evaluate" in command:
             command += " samples=20"
         options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}

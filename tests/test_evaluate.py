@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,7 @@ def test_a_run_without_averages_shows_its_raw_weights(
         said = f"weights=raw: {without_average} was trained with ema=none and has no averages\n"
         assert (said in capfd.readouterr().out) == (options == [])
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=5))
     assert cli(monkeypatch, evaluate, path, "samples=2", f"output={tmp_path}/0.json") == 0
     assert json.loads((tmp_path / "0.json").read_text())["weights"] == "raw"
 
@@ -256,7 +258,7 @@ def test_evaluation_is_what_plain_loops_give(
     small: tuple[SmallClassifier, DigitsDataModule],
 ) -> None:
     classifier, data = small
-    monkeypatch.setattr(evaluate, "train_classifier", lambda data, device: train_classifier(data, device, steps=60))
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=60))
     assert cli(monkeypatch, evaluate, last(run), "samples=90", "guidance=1.5", "seed=3", "batch_size=40") == 0
     shown = capfd.readouterr().out
     result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3.json").read_text())
@@ -287,7 +289,7 @@ def test_evaluation_is_what_plain_loops_give(
 def test_bad_samples_are_counted_and_not_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(evaluate, "train_classifier", lambda data, device: train_classifier(data, device, steps=2))
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=2))
     saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     saved["averaged_state_dict"]["net.conv_out.bias"].fill_(torch.nan)
     torch.save(saved, tmp_path / "bad.ckpt")

@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from few_digits import FEW
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -285,7 +286,8 @@ SHORT = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_steps=2", 
 def test_models_train_by_name(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:
-    assert cli(monkeypatch, *SHORT, f"model={model}", "callbacks.samples.per_class=1", f"hydra.run.dir={tmp_path}") == 0
+    options = [*FEW, f"model={model}", "callbacks.samples.per_class=1", f"hydra.run.dir={tmp_path}"]
+    assert cli(monkeypatch, *SHORT, *options) == 0
     shown = capfd.readouterr().out
     assert "validation loss  " in shown
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)

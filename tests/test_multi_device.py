@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_digits import FEW
 from hydra import compose, initialize_config_dir
 from launch import launch
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -229,10 +230,10 @@ def finish(process: subprocess.Popen[str]) -> str:
 def test_fsdp2_on_two_processes_of_one_command(tmp_path: Path) -> None:
     command = ["recipes.train", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "model=dit_tiny"]
     length = ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.limit_train_batches=4"]
-    process = start([*command, *TINY, *length, "trainer.accumulate_grad_batches=2"], tmp_path)
+    process = start([*command, *TINY, *FEW, *length, "trainer.accumulate_grad_batches=2"], tmp_path)
     shown = finish(process)
     assert process.returncode == 0, shown[-3000:]
-    assert "= 32 per batch x 2 process(es) x 2 accumulated; 2 steps per epoch, 2 in all\n" in shown
+    assert "= 8 per batch x 2 process(es) x 2 accumulated; 2 steps per epoch, 2 in all\n" in shown
     assert "steps            2\n" in shown
     assert shown.count("validation loss") == 1
     (run,) = (tmp_path / "outputs" / "digits_unet").iterdir()
@@ -245,7 +246,7 @@ def test_two_nodes_under_torchrun_share_one_directory(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = ["torch.distributed.run", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    train = ["-m", "recipes.train", "trainer=cpu_cluster", "trainer.max_steps=2", *TINY]
+    train = ["-m", "recipes.train", "trainer=cpu_cluster", "trainer.max_steps=2", *TINY, *FEW]
     nodes = [
         start([*torchrun, f"--node-rank={node}", *train], tmp_path, TZ=zone)
         for node, zone in enumerate(["UTC", "JST-9"])
@@ -260,7 +261,7 @@ def test_two_nodes_under_torchrun_share_one_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_ends_the_run_with_an_error(tmp_path: Path, rank: int) -> None:
     failing = probe(tmp_path / "drawn", rank=rank, batch=2, action="raise")
-    run = ["trainer=cpu_ranks", f"hydra.run.dir={tmp_path}/run", *TINY, "~callbacks.samples"]
+    run = ["trainer=cpu_ranks", f"hydra.run.dir={tmp_path}/run", *TINY, *FEW, "~callbacks.samples"]
     process = start(["recipes.train", *[o for o in run if "samples." not in o], *failing], tmp_path)
     shown = finish(process)  # in bounded time, or this raises
     assert process.returncode != 0
@@ -272,7 +273,7 @@ def test_a_rank_that_fails_ends_the_run_with_an_error(tmp_path: Path, rank: int)
 def test_a_sweep_of_two_processes_runs_each_job_once(tmp_path: Path) -> None:
     """The failed one ends nothing but itself."""
     sweep = ["-m", "trainer=cpu_ranks", "trainer.max_steps=2", "optimizer.lr=-1,1e-3", f"hydra.sweep.dir={tmp_path}/s"]
-    process = start(["recipes.train", *sweep, *TINY], tmp_path)
+    process = start(["recipes.train", *sweep, *TINY, *FEW], tmp_path)
     shown = finish(process)
     assert process.returncode == 1, shown[-3000:]
     assert "1 of 2 jobs ended well" in shown

@@ -14,10 +14,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from few_digits import FEW, FewDigits
 from launch import launch
 from test_recipes import (
     ROOT,
     SHORT,
+    TINY,
     checkpoint,
     cli,
     events,
@@ -98,7 +100,7 @@ def test_training_loss_by_noise_level_leaves_skipped_batches_out(
     monkeypatch.setattr(train, "DiffusionModule", Watched)
     overflow(monkeypatch, {(0, 1)})
     options = ["trainer.max_steps=7", "trainer.log_every_n_steps=4", "~callbacks.samples", "precision=fp32"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     edges = torch.exp(-1.2 + 1.2 * torch.tensor([-0.6744897501960817, 0.0, 0.6744897501960817], dtype=torch.float64))
     batches = [batch for index, batch in enumerate(Watched.seen) if index != 1]
     assert len(batches) == 7
@@ -121,11 +123,11 @@ def test_validation_loss_of_raw_and_averaged_weights(monkeypatch: pytest.MonkeyP
     run = tmp_path / "run"
     averaged, raw = scalars(run, "val/loss"), scalars(run, "val/loss_raw")
     assert list(averaged) == list(raw) == [9, 12]
-    assert averaged[12] == pytest.approx(reference_validation_loss(run), rel=1e-5)
-    assert raw[12] == pytest.approx(reference_validation_loss(run, "state_dict"), rel=1e-5)
+    assert averaged[12] == pytest.approx(reference_validation_loss(run, FewDigits()), rel=1e-5)
+    assert raw[12] == pytest.approx(reference_validation_loss(run, FewDigits(), "state_dict"), rel=1e-5)
     assert raw[12] != pytest.approx(averaged[12], rel=1e-3)
 
-    saved, data = checkpoint(run), DigitsDataModule()
+    saved, data = checkpoint(run), FewDigits()
     data.setup()
     net = UNet(1, 10, [8, 16])
     net.load_state_dict({k.removeprefix("net."): v for k, v in saved["averaged_state_dict"].items()})
@@ -163,7 +165,7 @@ def test_sums_go_through_a_checkpoint() -> None:
 
 def test_without_averaging_there_is_one_validation_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = ["ema=none", "trainer.max_steps=2", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     tags = events(tmp_path / "run").Tags()["scalars"]
     assert "val/loss" in tags
     assert "val/loss_raw" not in tags
@@ -249,14 +251,14 @@ def test_speed_is_logged_and_mfu_where_the_peak_is_known(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(speed, "peak_flops", peak)
     options = ["trainer.max_steps=4", "trainer.log_every_n_steps=2", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     assert asked == [("cpu", torch.bfloat16)]  # the compute dtype's, not fp32's
     log = events(tmp_path / "run")
     found = {tag: [event.value for event in log.Scalars(tag)] for tag in log.Tags()["scalars"] if tag[:5] == "perf/"}
     flops = training_flops(UNet(1, 10, [8, 16]), (1, 8, 8))
     for step in range(2):
         images = found["perf/images_per_second"][step]
-        assert found["perf/step_seconds"][step] == pytest.approx(128 / images, rel=1e-5)
+        assert found["perf/step_seconds"][step] == pytest.approx(32 / images, rel=1e-5)
         assert found["perf/tflop_per_second"][step] == pytest.approx(flops * images / 1e12, rel=1e-5)
         assert found["perf/mfu"][step] == pytest.approx(flops * images / 1e12, rel=1e-5)
         assert 0 < found["perf/data_wait_share"][step] < 1
@@ -267,7 +269,7 @@ def test_a_missing_peak_is_said_once_and_nothing_is_made_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     options = ["trainer.max_steps=4", "trainer.log_every_n_steps=1", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     assert "".join(capfd.readouterr()).count("perf/mfu is not logged: the peak of a cpu is not known") == 1
     assert "perf/mfu" not in events(tmp_path / "run").Tags()["scalars"]
     assert peak_flops(torch.device("cpu"), torch.float16) == (None, "the peak of a cpu is not known")
@@ -444,7 +446,7 @@ def test_progress_is_a_few_lines_where_there_is_no_terminal(
 ) -> None:
     options = ["precision=fp16", "trainer.max_steps=9", "trainer.log_every_n_steps=2", "~callbacks.samples"]
     options += ["data.batch_size=16", "trainer.limit_val_batches=1"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     shown = capfd.readouterr().out
     lines = [line for line in shown.splitlines() if line.startswith("epoch ")]
     assert len(lines) == 2  # the first logging step, and the last step: less than 10 seconds lie between
@@ -501,7 +503,7 @@ def test_one_hparams_entry_with_what_came_out(monkeypatch: pytest.MonkeyPatch, t
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     options = ["trainer.max_steps=3", "trainer.log_every_n_steps=1", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     log = events(tmp_path / "run")
     content = log.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     columns = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from few_digits import FEW, FewDigits
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -39,7 +40,8 @@ from recipes.unet import UNet, sinusoid
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SHORT = ["model=unet_tiny", "trainer.accelerator=cpu", "trainer.devices=1", "sampler.steps=4"]
+TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "trainer.devices=1"]
+SHORT = [*TINY, *FEW, "sampler.steps=4"]
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str, program: Any = train) -> int:
@@ -81,12 +83,11 @@ def reference_losses(net: Any, y: Tensor, labels: Tensor, sigma: Tensor, noise: 
     return torch.stack(out)
 
 
-def reference_validation_loss(run: Path, entry: str = "averaged_state_dict") -> float:
+def reference_validation_loss(run: Path, data: DigitsDataModule, entry: str = "averaged_state_dict") -> float:
     """Validation loss of a run's last checkpoint, recomputed in float64 without Lightning."""
     saved = checkpoint(run)
     net = UNet(**{k: v for k, v in saved["recipe"]["model"].items() if k != "_target_"})
     net.load_state_dict({k.removeprefix("net."): v for k, v in saved[entry].items()})
-    data = DigitsDataModule()
     data.setup()
     noise, normal = validation_draws(torch.arange(len(data.val)), (1, 8, 8))
     sigma = torch.exp(normal.double() * 1.2 - 1.2)
@@ -393,7 +394,7 @@ def test_bad_input_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # One process by default: the batch counts in the messages are those of one.
-    assert cli(monkeypatch, *SHORT[:3], f"hydra.run.dir={tmp_path}/run/x", override) == 2
+    assert cli(monkeypatch, *TINY, f"hydra.run.dir={tmp_path}/run/x", override) == 2
     shown = capfd.readouterr()
     message = shown.err[shown.err.index("error: ") :]
     assert all(text in message for text in ERRORS[override]), message
@@ -481,13 +482,13 @@ def test_checkpoint_is_plain(bf16_run: Path) -> None:
 def test_validation_loss_is_the_exact_mean_under_averaged_weights(fp32_run: Path) -> None:
     logged = list(scalars(fp32_run, "val/loss").values())
     assert len(logged) == 3  # after 10 and 20 batches, and at the end
-    assert logged[-1] == pytest.approx(reference_validation_loss(fp32_run), rel=1e-5)
-    assert logged[-1] != pytest.approx(reference_validation_loss(fp32_run, "state_dict"), rel=1e-3)
+    assert logged[-1] == pytest.approx(reference_validation_loss(fp32_run, FewDigits()), rel=1e-5)
+    assert logged[-1] != pytest.approx(reference_validation_loss(fp32_run, FewDigits(), "state_dict"), rel=1e-3)
 
 
 def test_last_checkpoint_is_the_newest_even_if_the_loss_rises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worse = ["optimizer.lr=5", "trainer.max_steps=12", "trainer.val_check_interval=3", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], "precision=fp32", *worse, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, "precision=fp32", *worse, f"hydra.run.dir={tmp_path}/run") == 0
     losses = list(scalars(tmp_path / "run", "val/loss").values())
     assert losses[-1] > min(losses)
     assert checkpoint(tmp_path / "run")["global_step"] == 12
@@ -533,7 +534,7 @@ def test_checkpoint_of_another_model_is_refused(
 ) -> None:
     path = bf16_run / "checkpoints" / "last.ckpt"
     options = [f"ckpt_path={path}", "trainer.max_steps=40", f"hydra.run.dir={tmp_path}/run"]
-    assert cli(monkeypatch, *SHORT[1:], *options, "model=unet_small") == 2
+    assert cli(monkeypatch, *SHORT, *options, "model=unet_small") == 2
     shown = capfd.readouterr()
     message = shown.err[shown.err.index("error: ") :]
     assert f"{path} does not fit: 'net.conv_in.weight' is [8, 1, 3, 3] in the checkpoint and [32, 1, 3, 3]" in message
@@ -570,14 +571,14 @@ def test_resume_says_what_changed(
     saved = checkpoint(bf16_run)
     assert saved["processes"] == 1
     torch.save(saved | {"processes": 2}, tmp_path / "two.ckpt")
-    options = ["precision=fp32", "data.batch_size=64", "seed=3", "model.time_scale=500", "trainer.max_steps=34"]
+    options = ["precision=fp32", "data.batch_size=16", "seed=3", "model.time_scale=500", "trainer.max_steps=34"]
     assert cli(monkeypatch, *SHORT, *options, f"ckpt_path={tmp_path}/two.ckpt", f"hydra.run.dir={tmp_path}/run") == 0
     lines = [x for x in capfd.readouterr().out.splitlines() if x.startswith("changed since the checkpoint: ")]
     assert len(lines) == 1
     changed = lines[0].partition(": ")[2].split(", ")
     assert {
         "precision.policy.compute bf16 -> fp32",
-        "data.batch_size 128 -> 64",
+        "data.batch_size 32 -> 16",
         "seed 0 -> 3",
         "model.time_scale not set -> 500",
         "trainer.max_steps 33 -> 34",
@@ -602,7 +603,7 @@ def test_logger_csv_has_the_curves_and_keeps_those_of_before(
 ) -> None:
     run = tmp_path / "run"
     options = [*SHORT, "precision=fp32", "logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=2"]
-    options += ["~callbacks.samples", "data.batch_size=32", f"hydra.run.dir={run}"]
+    options += ["~callbacks.samples", f"hydra.run.dir={run}"]
 
     def rows(name: str) -> dict[str, list[int]]:
         with (run / name).open() as file:
@@ -622,7 +623,7 @@ def test_logger_csv_has_the_curves_and_keeps_those_of_before(
 def test_curves_that_nobody_logs_are_not_offered(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, option: str
 ) -> None:
-    options = [*SHORT, "precision=fp32", "trainer.max_steps=1", "data.batch_size=32", option]
+    options = [*SHORT, "precision=fp32", "trainer.max_steps=1", option]
     assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
     assert "curves           not logged\n" in capfd.readouterr().out
 
@@ -658,7 +659,7 @@ def test_overflow_does_not_poison_the_training_loss(
     early = [f"+{stop}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{stop}.monitor={monitor}"]
     early += [f"{stop}.patience=10", f"{stop}.check_on_train_epoch_end=true"]
     options = ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.log_every_n_steps=1", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *early, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *early, *options, f"hydra.run.dir={tmp_path}/run") == 0
     run = tmp_path / "run"
     assert checkpoint(run)["global_step"] == 31  # of 33 batches
     steps, epochs = scalars(run, "train/loss"), scalars(run, "train/loss_epoch")
@@ -672,9 +673,9 @@ def test_training_loss_leaves_out_all_batches_of_a_skipped_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     overflow(monkeypatch, {(0, 4)})
-    accumulate = ["trainer.accumulate_grad_batches=5", "data.batch_size=640"]
+    accumulate = ["trainer.accumulate_grad_batches=5", "data.batch_size=160"]
     options = [*accumulate, "trainer.max_steps=2", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *FEW, *options, f"hydra.run.dir={tmp_path}/run") == 0
     # The second step that counts is in the next epoch: this one ends with its second whole step.
     assert list(scalars(tmp_path / "run", "train/skipped_batches").values()) == [5, 0]
 
@@ -780,7 +781,7 @@ def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
 
 
 def test_interruption_waits_for_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    accumulate = ["trainer.accumulate_grad_batches=3", "data.batch_size=384"]
+    accumulate = ["trainer.accumulate_grad_batches=3", "data.batch_size=96"]
     arguments = [*STEPS, *accumulate, "~callbacks.samples", f"hydra.run.dir={tmp_path}/a"]
     assert signalled(monkeypatch, 4, signal.SIGTERM, *arguments) == 143
     assert checkpoint(tmp_path / "a")["global_step"] == 2  # batches 4 to 6
@@ -854,7 +855,7 @@ def test_sample_refuses_bad_input(
 def test_fp16_runs_with_a_scaler_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quick = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "data.batch_size=8"]
     scale = ["precision=fp16", "precision.scaler.init_scale=1024", "~callbacks.samples"]
-    assert cli(monkeypatch, *SHORT[:3], *quick, *scale, f"hydra.run.dir={tmp_path}/run") == 0
+    assert cli(monkeypatch, *TINY, *quick, *scale, f"hydra.run.dir={tmp_path}/run") == 0
     assert list(scalars(tmp_path / "run", "mixprec/loss_scale").values()) == [1024, 1024]
     assert list(scalars(tmp_path / "run", "mixprec/skipped_total").values()) == [0, 0]
 
@@ -881,7 +882,9 @@ def test_two_ranks_share_one_directory_and_weigh_samples_equally(tmp_path: Path)
     assert not list(run.rglob("*.log"))
     assert len(list(run.rglob("*.png"))) == 3
     assert checkpoint(run)["global_step"] == 12
-    assert list(scalars(run, "val/loss").values())[-1] == pytest.approx(reference_validation_loss(run), rel=1e-5)
+    assert list(scalars(run, "val/loss").values())[-1] == pytest.approx(
+        reference_validation_loss(run, DigitsDataModule()), rel=1e-5
+    )
 
 
 def test_signal_to_one_rank_stops_both_after_the_same_step(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_digits import FEW
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,7 +28,7 @@ from recipes.earlier_runs import complete_run, held, interrupted_run
 from recipes.ending import TimeLimit
 
 TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "~callbacks.samples", "trainer.log_every_n_steps=1"]
-THIRTY = ["trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
+THIRTY = [*FEW, "trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
 STATE = ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from test_recipes import SHORT, checkpoint, cli, overflow, scalars
+from test_recipes import SHORT, TINY, checkpoint, cli, overflow, scalars
 from torch import nn
 
 from recipes.data import DigitsDataModule
@@ -88,7 +88,7 @@ def test_a_schedule_is_made_for_the_steps_of_epochs_that_are_cut_short(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Three epochs of 4 batches, two of them a step: six steps, and not one less."""
-    options = [*SHORT[:3], "precision=fp32", *ONE_CYCLE, "data.batch_size=32", "trainer.accumulate_grad_batches=2"]
+    options = [*TINY, "precision=fp32", *ONE_CYCLE, "data.batch_size=32", "trainer.accumulate_grad_batches=2"]
     options += ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.limit_train_batches=4", "~callbacks.samples"]
     options += ["trainer.val_check_interval=12", "trainer.log_every_n_steps=1", f"hydra.run.dir={tmp_path}/run"]
     assert cli(monkeypatch, *options, "scheduler.total_steps=5") == 2
@@ -105,7 +105,7 @@ def test_a_cosine_that_rises_again_before_the_end_is_told_the_steps_of_the_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     options = [
-        *SHORT[:3],
+        *TINY,
         "scheduler=cosine",
         "trainer.max_epochs=2",
         "trainer.max_steps=-1",
@@ -132,7 +132,7 @@ def test_a_cosine_that_rises_again_before_the_end_is_told_the_steps_of_the_run(
     ],
 )
 def test_a_cosine_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: list[str]) -> None:
-    options = [*SHORT[:3], "precision=fp32", "scheduler=cosine", *ends, "~callbacks.samples"]
+    options = [*TINY, "precision=fp32", "scheduler=cosine", *ends, "~callbacks.samples"]
     options += ["data.batch_size=16", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1"]
     assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
     expected = [1e-3 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
@@ -143,7 +143,7 @@ def test_overfitting_sees_the_same_images_in_every_epoch_with_other_noise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    options = [*SHORT[:3], "precision=fp32", "trainer.overfit_batches=2", "trainer.max_steps=6", "~callbacks.samples"]
+    options = [*TINY, "precision=fp32", "trainer.overfit_batches=2", "trainer.max_steps=6", "~callbacks.samples"]
     options += ["data.batch_size=16", "+callbacks.probe._target_=probe.Probe", f"+callbacks.probe.directory={tmp_path}"]
     assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
     drawn = torch.load(tmp_path / "rank0.pt")
@@ -157,7 +157,7 @@ def test_overfitting_sees_the_same_images_in_every_epoch_with_other_noise(
 def test_a_line_shows_the_loss_of_its_step_and_how_many_there_are(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    options = [*SHORT[:3], "precision=fp32", "trainer.max_epochs=2", "trainer.limit_train_batches=4"]
+    options = [*TINY, "precision=fp32", "trainer.max_epochs=2", "trainer.limit_train_batches=4"]
     options += ["data.batch_size=16", "trainer.log_every_n_steps=2", "trainer.val_check_interval=4"]
     options += ["callbacks.progress.seconds=0", "trainer.limit_val_batches=1", "~callbacks.samples"]
     assert cli(monkeypatch, *options, f"hydra.run.dir={tmp_path}/run") == 0
@@ -170,7 +170,7 @@ def test_a_line_shows_the_loss_of_its_step_and_how_many_there_are(
 
 # Schedules that wait for a metric
 
-PLATEAU = [*SHORT, "scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=0.5", "data.batch_size=64"]
+PLATEAU = [*SHORT, "scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=0.5"]
 PLATEAU += ["~callbacks.samples", "trainer.log_every_n_steps=1"]
 
 
@@ -257,7 +257,7 @@ def test_torchs_own_plateau_and_schedules_of_others_still_work(monkeypatch: pyte
 def test_a_plateau_that_would_wait_for_ever_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, line: str, expected: str
 ) -> None:
-    options = [*SHORT[:3], "scheduler=plateau", "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/run"]
+    options = [*TINY, "scheduler=plateau", "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/run"]
     assert cli(monkeypatch, *options, *line.split()) == 2
     assert expected in capfd.readouterr().err
 
@@ -265,7 +265,7 @@ def test_a_plateau_that_would_wait_for_ever_is_refused(
 def test_a_schedule_too_patient_for_the_run_is_said_to_be(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    options = [*SHORT[:3], "scheduler=plateau", "dry_run=meta", f"hydra.run.dir={tmp_path}/run"]
+    options = [*TINY, "scheduler=plateau", "dry_run=meta", f"hydra.run.dir={tmp_path}/run"]
     with pytest.warns(UserWarning, match=r"patience=3: .* before validation 5, and the run has 3 before its end"):
         assert cli(monkeypatch, *options) == 0
     assert cli(monkeypatch, *options, "trainer.val_check_interval=50") == 0
