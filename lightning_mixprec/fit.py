@@ -275,11 +275,15 @@ class Fit:
         if self._edits is not None:
             self._edits.open_(always=always)
 
-    def close_edits(self) -> None:
-        """What comes now is none of the user's code that edits weights: forward, backward, a step."""
+    def close_edits(self, *, evaluates: bool = False) -> None:
+        """What comes now is none of the user's code that edits weights: forward, backward, a step.
+
+        Args:
+            evaluates: It is a forward outside of training, of averages maybe, that are put in for it.
+        """
         if self._edits is None:
             return
-        self._edits.close_()
+        self._edits.close_(for_a_while=evaluates)
         for report in self._edits.reports(self._module):
             rank_zero_warn(report)
 
