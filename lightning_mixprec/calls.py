@@ -19,9 +19,42 @@ from torch import nn
 # Whose methods are no computation of a network, or know what they compute in.
 _OTHERS = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "builtins")
 _COROUTINE = 0x80 | 0x200  # CO_COROUTINE, CO_ASYNC_GENERATOR of `inspect`
-_DTYPES_DIFFER = re.compile("same dtype|should be the same|expected scalar type|expected .* to have dtype", re.I)
-_AVERAGE = re.compile("expected dtype .* for `(end|weight)` but got dtype", re.I)
 _HALF = re.compile("bfloat16|half|float16", re.I)
+_WRITE = "`with trainer.precision_plugin.fp32_weights(pl_module) as weights: weights[name][rows] = ...`"
+_NOTES = [  # what torch says of 16-bit tensors where user code expects fp32, and what to write instead
+    (
+        re.compile("expected dtype .* for `(end|weight)` but got dtype", re.I),
+        "A weight of 16 bits was averaged into one that is not (lerp_). Use lightning_mixprec."
+        "MasterWeightAveraging, or read the fp32 weights: `with trainer.precision_plugin.fp32_weights(pl_module) "
+        "as weights: average.lerp_(weights[name], 0.001)`.",
+    ),
+    (
+        re.compile("source and destination dtypes match", re.I),
+        f"fp32 values were put into a part of a weight, which is 16-bit while training. Put them into its fp32 values: "
+        f"{_WRITE}.",
+    ),
+    (
+        re.compile("hook .* has changed the type of value", re.I),
+        "A parameter's gradient hook sees 16-bit gradients, and must return such: `grad * mask.to(grad.dtype)`. Or "
+        "change the fp32 gradients in `on_before_optimizer_step`: `param.grad.mul_(mask)`.",
+    ),
+    (
+        re.compile("attempting to assign a gradient with dtype", re.I),
+        "A 16-bit parameter takes 16-bit gradients here: `param.grad = grad.to(param.dtype)`. In "
+        "`on_before_optimizer_step` it has fp32 ones, to be changed in place: `param.grad.copy_(grad)`.",
+    ),
+    (
+        re.compile("not implemented for", re.I),
+        "torch has no such operation in 16 bits, which weights are while training. Compute with `weight.float()`; to "
+        f"write a result into a weight: {_WRITE}.",
+    ),
+    (
+        re.compile("same dtype|should be the same|expected scalar type|expected .* to have dtype", re.I),
+        "16-bit weights have met other activations where no autocast was on. In a hook or callback, compute inside "
+        "`with trainer.precision_plugin.inference_context():`. Inside torch.autocast(enabled=False), name the "
+        "layer in PrecisionPolicy(fp32=[...]).",
+    ),
+]
 
 
 def own_methods(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -69,7 +102,7 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def explain(error: BaseException | None) -> None:
-    """Add to an error about dtypes that differ what to write instead.
+    """Add to an error about dtypes what to write instead.
 
     Example:
         >>> import torch
@@ -80,15 +113,7 @@ def explain(error: BaseException | None) -> None:
         ...     "inference_context()" in error.__notes__[0]
         True
     """
-    if isinstance(error, RuntimeError) and _AVERAGE.search(str(error)) and _HALF.search(str(error)):
-        error.add_note(
-            "A weight of 16 bits was averaged into one that is not (lerp_). Use lightning_mixprec."
-            "MasterWeightAveraging, or read the fp32 weights: `with trainer.precision_plugin.fp32_weights(pl_module) "
-            "as weights: average.lerp_(weights[name], 0.001)`."
-        )
-    elif isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(str(error)) and _HALF.search(str(error)):
-        error.add_note(
-            "16-bit weights have met other activations where no autocast was on. In a hook or callback, compute inside "
-            "`with trainer.precision_plugin.inference_context():`. Inside torch.autocast(enabled=False), name the "
-            "layer in PrecisionPolicy(fp32=[...])."
-        )
+    if isinstance(error, RuntimeError) and _HALF.search(str(error)):
+        note = next((note for pattern, note in _NOTES if pattern.search(str(error))), None)
+        if note is not None:
+            error.add_note(note)

@@ -9,8 +9,9 @@ parameters' versions show that they are written to. `p.data = ...` is no operati
 another and holds the same is looked at then, too.
 
 What it leaves out: values that are put there (`copy_`, `clamp_`, `load_state_dict`), which are right in 16 bits and
-which masters adopt, unless they are the old ones again and again; what is written in forward, where norms are enforced
-again and again and the masters get there when 16 bits show it; and writes that torch does not see, through NumPy.
+which masters adopt, unless hardly anything of the change arrives, again and again; what is written in forward, where
+norms are enforced again and again and the masters get there when 16 bits show it; and writes that torch does not see,
+through NumPy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from lightning_mixprec.edits_seen import LostEdits, RoundedAverages, Weights
 from lightning_mixprec.master import MasterWeights
 
-_TIMES = 3  # that the same values are written before it is taken for a change that was to be
+_TIMES = 3  # batches in which values that hardly arrive are put, before it is taken for a change that was to be
 _FOLLOWED = 256  # batches, at least, once versions have shown writes
 _ALL_FOLLOWED = 2048  # of a fit: who writes to weights in every batch, and rightly, shall not be watched for ever
 _LOST = (
@@ -81,6 +82,7 @@ class EditWatch(TorchDispatchMode):
 
     def begin_batch(self) -> None:
         """A batch begins; decides whether it is looked at, also after its step. Closed by now."""
+        self._lost.end_batch()
         if not self._stepped:
             return
         self._stepped = False
@@ -116,15 +118,19 @@ class EditWatch(TorchDispatchMode):
         self._weights = Weights(self._masters.buckets)
         self._open = True
 
-    def close_(self) -> None:
-        """Stop looking, and judge what was seen. Waits for the device if there was something."""
+    def close_(self, *, for_a_while: bool = False) -> None:
+        """Stop looking, and judge what was seen. Waits for the device if there was something.
+
+        Args:
+            for_a_while: What was put is there to be looked at, as averages are in a validation.
+        """
         if self._entered and _get_current_dispatch_mode_stack()[-1:] == [self]:  # else beneath one of the user's
             self.__exit__(None, None, None)
             self._entered = False
         if self._open:
             self._open, self._weights = False, Weights()
             self._lost.look_at_replaced(self._masters.buckets)
-            self._lost.judge()
+            self._lost.end_window(forget_puts=for_a_while)
             self._rounded.judge()
 
     def reports(self, module: nn.Module) -> Iterator[str]:
@@ -140,6 +146,6 @@ class EditWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._open or os.getpid() != self._process:  # a worker of a loader, forked meanwhile
             return func(*args, **kwargs)
-        result = self._lost.call(func, args, kwargs, self._weights, lambda: func(*args, **kwargs))
+        result = self._lost.call(func, args, kwargs, self._weights)
         self._rounded.look(func, args, kwargs, result, self._weights)
         return result

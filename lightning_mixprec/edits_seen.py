@@ -2,7 +2,7 @@
 
 Why it exists: `p.mul_(0.9999)` changes no element of a 16-bit parameter, and `average.mul_(0.999).add_(p, alpha=0.001)`
 reads its rounding in place of the weight. Neither can be told afterwards from what stands in memory, but from the
-operation: arithmetic in place is done again in fp32, to see how much of the change the 16 bits took.
+operation: arithmetic is done again in fp32, to see how much of the change the 16 bits took.
 
 What it leaves out: when operations are looked at (:mod:`lightning_mixprec.edit_watch`).
 """
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_mixprec.in_fp32 import InFp32, operation, written_to
 from lightning_mixprec.storage import Bucket
 from lightning_mixprec.widening import HALF
 
@@ -46,19 +47,30 @@ class Weights:
         bucket, _ = self._buckets.get(tensor.untyped_storage().data_ptr(), (None, 0))
         if bucket is None:
             return None
-        return bucket.params[bisect_right(bucket.starts, tensor.storage_offset() - bucket.half.storage_offset()) - 1]
+        return bucket.params[_place(bucket, tensor)]
+
+    def truth(self, tensor: Tensor) -> Tensor:
+        """The fp32 values behind a weight, or behind the part of one, as of the last step."""
+        bucket, _ = self._buckets[tensor.untyped_storage().data_ptr()]
+        values, place = bucket.values_of(_place(bucket, tensor)), _place(bucket, tensor)
+        offset = tensor.storage_offset() - bucket.half.storage_offset() - bucket.starts[place]
+        return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + offset)
 
     def is_put_by_masters(self, tensor: Tensor) -> bool:
         """They put 16-bit values to views of a bucket's memory, and ``load_state_dict`` puts them after they have."""
         bucket, writes = self._buckets[tensor.untyped_storage().data_ptr()]
-        return tensor._is_view() or bucket.writes != writes
+        return tensor._base is bucket.half._base or bucket.writes != writes
+
+
+def _place(bucket: Bucket, tensor: Tensor) -> int:
+    return bisect_right(bucket.starts, tensor.storage_offset() - bucket.half.storage_offset()) - 1
 
 
 class LostEdits:
     """Finds changes of weights that 16 bits do not show.
 
     Args:
-        times: In how many windows the same values are put before it is taken for a change that was to be.
+        times: In how many batches values are put that hardly arrive before it is taken for a change that was to be.
 
     Attributes:
         found: The weights.
@@ -69,37 +81,62 @@ class LostEdits:
         self.found: set[nn.Parameter] = set()
         self.bounded: set[nn.Parameter] = set()
         self._times = times
+        self._in_fp32 = InFp32()  # in this window
+        self._copies: Any = WeakIdKeyDictionary()  # in this window: of which weight
         self._changes: list[tuple[nn.Parameter, Tensor]] = []  # in this window: change * arrived, change^2, weight^2
-        self._same: dict[nn.Parameter, list[Tensor]] = {}  # for each put: whether it was what stood there
-        self._puts: dict[nn.Parameter, int] = {}  # in how many windows it was
+        self._puts: dict[tuple[nn.Parameter, int, torch.Size], list[Tensor]] = {}  # in this batch: whether it was lost
+        self._batches: dict[nn.Parameter, int] = {}  # in which something was
         self._replaced: set[nn.Parameter] = set()  # that have had other memory since the last step
 
-    def call(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights, run: Callable[[], Any]
-    ) -> Any:
-        """The result of ``run``, which calls ``func``; with a look at it if it writes to a weight."""
-        name, places = _name(func), _write_places(func)
-        if name in _BOUNDS and not places:
-            self.bounded.update(param for each in args if (param := weights.of(each)) is not None)
-        if not places or not (name in _ARITHMETIC or name == "copy"):
-            return run()
-        tensors = tree_leaves([args[at] if at < len(args) else kwargs.get(key) for at, key in places])
-        written = [(param, each) for each in tensors if (param := weights.of(each)) is not None]
-        if name == "copy":
-            written = [(param, each) for param, each in written if not weights.is_put_by_masters(each)]
-        if not written:
-            return run()
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights) -> Any:
+        """What ``func`` gives; with a look at it if it writes to a weight."""
+        name, writes = operation(func), written_to(func, args, kwargs)
+        written = [(param, each) for each in writes if (param := weights.of(each)) is not None]
+        if name in _BOUNDS and not writes:
+            self.bounded.update(param for each in args if (param := self._copied(each, weights)) is not None)
+        if name == "copy" and written and weights.is_put_by_masters(writes[0]):
+            return func(*args, **kwargs)
+        if not written or not (name in _ARITHMETIC or name == "copy"):
+            result = self._in_fp32.call(func, args, kwargs, lambda tensor: weights.of(tensor) is not None)
+            if name in ("clone", "_to_copy") and (copied := self._copied(args[0], weights)) is not None:
+                self._copies[result] = copied
+            return result
         before = [each.float() for _, each in written]
-        wanted = before if name == "copy" else _in_fp32(func, args, kwargs, [each for _, each in written])
-        result = run()
+        if name == "copy":
+            puts = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+            pairs = zip(writes, puts, strict=True)
+            wanted = [self._meant(put, each, weights) for each, put in pairs if weights.of(each) is not None]
+        else:
+            wanted = _in_fp32(func, args, kwargs, [each for _, each in written])
+        result = func(*args, **kwargs)
         for (param, tensor), old, new in zip(written, before, wanted, strict=True):
-            change, arrived = new - old, tensor.float() - old
-            if name == "copy":
-                self._same.setdefault(param, []).append((arrived == 0).all())
+            arrived = tensor.float() - old
+            if new is None:
+                lost = (arrived == 0).all()
             else:
-                sums = (change * arrived).sum(), change.square().sum(), old.square().sum()
-                self._changes.append((param, torch.stack(sums)))
+                change = new - old
+                sums = torch.stack([(change * arrived).sum(), change.square().sum(), old.square().sum()])
+                if name != "copy":
+                    self._changes.append((param, sums))
+                    continue
+                lost = _is_lost(*sums)
+            self._puts.setdefault((param, int(tensor.storage_offset()), tensor.shape), []).append(lost)
         return result
+
+    def _meant(self, put: Tensor, weight: Tensor, weights: Weights) -> Tensor | None:
+        """What would stand in ``weight``, were it fp32, once ``put`` has been put there; None if that is not known."""
+        meant = self._in_fp32.of(put)
+        if meant is not None:
+            return meant.expand_as(weight)
+        if put.dtype in HALF or not put.is_floating_point():
+            return None
+        meant, truth = put.to(weight.device, torch.float32).expand_as(weight), weights.truth(weight)
+        return torch.where((meant - truth).abs() <= _NO_CHANGE * truth.abs(), weight.float(), meant)
+
+    def _copied(self, tensor: Any, weights: Weights) -> nn.Parameter | None:
+        """The weight that ``tensor`` is, or is a copy of."""
+        param = weights.of(tensor)
+        return param if param is not None or not isinstance(tensor, Tensor) else self._copies.get(tensor)
 
     def look_at_replaced(self, buckets: Iterable[Bucket]) -> None:
         """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step.
@@ -115,25 +152,44 @@ class LostEdits:
                     same = (given.to(view.dtype) == view).float().mean() > 0.9
                     if given.dtype not in HALF:
                         same &= (given != view).any()
-                    self._same.setdefault(param, []).append(same)
+                    self._puts.setdefault((param, -1, param.shape), []).append(same)
 
     def stepped(self) -> None:
         """An optimizer has taken over what was put."""
         self._replaced.clear()
 
-    def judge(self) -> None:
-        """A window ends. Waits for the device if there was something."""
+    def end_window(self, *, forget_puts: bool = False) -> None:
+        """Waits for the device if there was something.
+
+        Args:
+            forget_puts: What was put in this batch will be taken away again.
+        """
         for param, sums in self._changes:
-            arrived, wanted, weight = sums.tolist()
-            if wanted > _NO_CHANGE**2 * weight and arrived < _TOO_LITTLE * wanted:
+            if bool(_is_lost(*sums)):
                 self.found.add(param)
-        for param, same in self._same.items():
+        self._changes = []
+        if forget_puts:
+            self._puts.clear()
+        self._in_fp32.clear()
+        self._copies.clear()
+
+    def end_batch(self) -> None:
+        """Waits for the device if something was put."""
+        lost = set()
+        for (param, *_), puts in self._puts.items():
             # Several: something is put there for a while, and the old values back.
-            if len(same) == 1 and same[0] and param not in self.bounded:
-                self._puts[param] = self._puts.get(param, 0) + 1
-                if self._puts[param] >= self._times:
-                    self.found.add(param)
-        self._changes, self._same = [], {}
+            if len(puts) == 1 and param not in self.bounded and bool(puts[0]):
+                lost.add(param)
+        for param in lost:
+            self._batches[param] = self._batches.get(param, 0) + 1
+            if self._batches[param] >= self._times:
+                self.found.add(param)
+        self._puts.clear()
+
+
+def _is_lost(arrived: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+    """Of sums over elements: change * what arrived of it, change^2, weight^2."""
+    return (wanted > _NO_CHANGE**2 * weight) & (arrived < _TOO_LITTLE * wanted)
 
 
 class RoundedAverages:
@@ -154,7 +210,7 @@ class RoundedAverages:
 
     def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, weights: Weights) -> None:
         """At ``func``, which has been called."""
-        name, writes = _name(func), bool(_write_places(func))
+        name, writes = operation(func), bool(written_to(func, args, kwargs))
         if not args or name not in ("add", "sub", "lerp", "mul", "div", "clone", "_to_copy"):
             return
         for one, other, made in _together(args[0], args[1] if len(args) > 1 else None, result):
@@ -215,7 +271,7 @@ def _together(one: Any, other: Any, result: Any) -> Iterator[tuple[Any, Any, Any
     yield from zip(one, others, result if isinstance(result, (list, tuple)) else one, strict=False)
 
 
-def _in_fp32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: list[Tensor]) -> list[Tensor]:
+def _in_fp32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: list[Tensor]) -> list[Tensor | None]:
     """What would stand in ``written`` after ``func``."""
     wide = {id(tensor): tensor.float() for tensor in written}
 
@@ -224,24 +280,3 @@ def _in_fp32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
 
     func(*tree_map_only(Tensor, widened, args), **tree_map_only(Tensor, widened, dict(kwargs)))
     return [wide[id(tensor)] for tensor in written]
-
-
-@lru_cache
-def _name(func: Any) -> str:
-    """Without what says whether it is in place, and of a list."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return ""
-    return str(func._schema.name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_"))
-
-
-@lru_cache
-def _write_places(func: Any) -> list[tuple[int, str]]:
-    """Where ``func`` has the arguments that it writes to."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return []
-    arguments: Sequence[Any] = func._schema.arguments
-    return [
-        (place, argument.name)
-        for place, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]

@@ -34,6 +34,7 @@ from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.newcomers import Newcomers
+from lightning_mixprec.penalties import Penalties
 from lightning_mixprec.questions import warn_of_gradient_hooks, warn_of_shadows
 from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -103,6 +104,7 @@ class Fit:
         self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
         self._fp8_advice = Float8Advice(module) if counts_fp8 else None
         self._edits = EditWatch(masters) if masters is not None else None
+        self._penalties = Penalties(masters) if masters is not None else None
         self._feeding = Feeding(masters) if masters is not None else None
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
@@ -174,8 +176,17 @@ class Fit:
             self._manual.begin_batch()
         counted = self._fp8_advice or nullcontext()
         uncompiled = self._fp8_advice is not None
-        with compute_context(*self._compute), self._steps.training_step(uncompiled=uncompiled), counted:
+        compared = self._penalties if ledger.batches & (ledger.batches - 1) == 0 else None  # in batch 1, 2, 4, 8, ...
+        with (
+            compute_context(*self._compute),
+            self._steps.training_step(uncompiled=uncompiled),
+            counted,
+            compared or nullcontext(),
+        ):
             yield
+        if compared is not None and compared.found:
+            rank_zero_warn(compared.report(module))
+            self._penalties = None
         if module.automatic_optimization:
             self.open_edits()  # `on_before_zero_grad` comes between forward and backward
         else:
@@ -275,11 +286,15 @@ class Fit:
         if self._edits is not None:
             self._edits.open_(always=always)
 
-    def close_edits(self) -> None:
-        """What comes now is none of the user's code that edits weights: forward, backward, a step."""
+    def close_edits(self, *, evaluates: bool = False) -> None:
+        """What comes now is none of the user's code that edits weights: forward, backward, a step.
+
+        Args:
+            evaluates: It is a forward outside of training, of averages maybe, that are put in for it.
+        """
         if self._edits is None:
             return
-        self._edits.close_()
+        self._edits.close_(for_a_while=evaluates)
         for report in self._edits.reports(self._module):
             rank_zero_warn(report)
 

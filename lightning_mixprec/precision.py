@@ -334,7 +334,7 @@ class MasterWeightPrecision(Precision):
     def forward_context(self) -> torch.autocast:
         """Autocast to the compute dtype; around training, validation, test and predict steps."""
         if self._fit is not None:
-            self._fit.close_edits()
+            self._fit.close_edits(evaluates=True)
         return compute_context(self._device.type, self.compute_dtype)
 
     @contextmanager

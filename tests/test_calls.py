@@ -303,6 +303,47 @@ def test_what_cannot_be_right_says_what_to_write():
     assert "plugin.inference_context()" in raised.value.__notes__[0]
 
 
+MASK = (torch.arange(8) % 2 == 0).float()
+
+
+def _put_rows(module):
+    with torch.no_grad():
+        module.net.diffusion_model.inp.weight[torch.arange(16) < 4] = torch.zeros(4, 8)
+
+
+def _mask_gradient(module):
+    module.net.diffusion_model.inp.weight.register_hook(lambda grad: grad * MASK)
+
+
+def _assign_gradient(module):
+    module.net.diffusion_model.inp.weight.grad = torch.zeros(16, 8)
+
+
+def _decompose(module):
+    torch.linalg.svd(module.net.diffusion_model.inp.weight)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (_put_rows, "fp32_weights(pl_module) as weights: weights[name][rows] = ..."),
+        (_mask_gradient, "grad * mask.to(grad.dtype)"),
+        (_assign_gradient, "param.grad = grad.to(param.dtype)"),
+        (_decompose, "weight.float()"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_torch_refuses_in_16_bits_says_what_to_write(code, words, precision):
+    class Module(Diffusion):
+        def call(self, where):
+            if where == "on_train_batch_start":
+                code(self)
+
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(MasterWeightPrecision(precision), max_steps=1).fit(Module(), loader([torch.randn(4, 8)]))
+    assert words in raised.value.__notes__[0]
+
+
 def test_networks_of_metrics_are_left_alone():
     from torchmetrics import Metric
 

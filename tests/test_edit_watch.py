@@ -57,6 +57,11 @@ LOST = {
     "out": lambda m: torch.mul(m.body.weight, 0.9999, out=m.body.weight),
     "with itself": lambda m: m.body.weight.add_(m.body.weight, alpha=-1e-4),
     "copy_": lambda m: m.body.weight.copy_(m.body.weight * 0.9999),
+    "shrinks": lambda m: m.body.weight.copy_(m.body.weight.sign() * (m.body.weight.abs() - 2e-5).clamp_(min=0)),
+    "shrinks in fp32": lambda m: m.body.weight.copy_(nn.functional.softshrink(m.body.weight.float(), 2e-5)),
+    "shrinks a part": lambda m: m.body.weight[3:5].copy_(nn.functional.softshrink(m.body.weight[3:5], 2e-5)),
+    "foreach copy_": lambda m: torch._foreach_copy_([m.body.weight], [nn.functional.softshrink(m.body.weight, 2e-5)]),
+    "pulls": lambda m: m.body.weight.copy_(m.body.weight.float().lerp(TEACHER, 3e-4)),
     "other memory": replace,
     "a vector": flatten_and_back,
 }
@@ -104,6 +109,9 @@ FINE = {
     "clamps": lambda m: m.body.weight.data.clamp_(-0.01, 0.01),
     "clamps other memory": lambda m: setattr(m.body.weight, "data", m.body.weight.data.clamp(-1, 1)),
     "puts what is clamped": lambda m: m.body.weight.copy_(torch.clamp(m.body.weight, -1, 1)),
+    "puts what is clamped in fp32": lambda m: m.body.weight.copy_(m.body.weight.float().clamp(-0.01, 0.01)),
+    "shrinks much": lambda m: m.body.weight.copy_(nn.functional.softshrink(m.body.weight, 0.01)),
+    "puts back what has not moved": lambda m: m.body.weight[3:5].copy_(m.state_dict()["body.weight"][3:5]),
     "large": lambda m: m.body.weight.mul_(0.9),
     "exact": lambda m: m.body.weight.mul_(0.5),
     "by one": lambda m: m.body.weight.mul_(1.0),
@@ -123,6 +131,44 @@ FINE = {
 @pytest.mark.parametrize(("how", "kind"), [*((how, "fp32") for how in FINE), ("swap", "none"), ("clamps", "fp16")])
 def test_what_arrives_or_was_to_change_nothing_is_not_reported(how, kind):
     assert reports(FINE[how], PLUGINS[kind](), batches=9) == []
+
+
+def test_rows_that_are_put_back_after_a_small_step_keep_a_part_of_it():
+    """Textual inversion: all rows of an embedding but one are to be what they were."""
+
+    def fit(lr):
+        module = Net(lr=lr)
+        start = module.body.weight.detach().clone()
+
+        def put_back(module):
+            module.body.weight[:30] = start[:30]
+
+        report = reports(put_back, module=module, batches=9)
+        return report, (module.body.weight - start)[:30].abs().max()
+
+    report, moved = fit(1e-5)
+    assert "'body.weight'" in report[0]
+    assert 0 < moved < 1e-3
+    assert fit(0.0) == ([], 0)  # nothing to put back
+
+
+def test_averages_that_are_looked_at_for_a_validation_are_no_edits():
+    class Looks(Net):
+        def validation_step(self, batch, _):
+            pass
+
+        def on_validation_start(self):
+            self.kept = [param.detach().clone() for param in self.parameters()]
+            with torch.no_grad():
+                for param in self.parameters():
+                    param.copy_(param.float() * 1.0001)
+
+        def on_validation_end(self):
+            with torch.no_grad():
+                for param, value in zip(self.parameters(), self.kept, strict=True):
+                    param.copy_(value)
+
+    assert reports(module=Looks(), val_check_interval=1) == []
 
 
 HOOKS = [
