@@ -176,17 +176,8 @@ class Fit:
             self._manual.begin_batch()
         counted = self._fp8_advice or nullcontext()
         uncompiled = self._fp8_advice is not None
-        compared = self._penalties if ledger.batches & (ledger.batches - 1) == 0 else None  # in batch 1, 2, 4, 8, ...
-        with (
-            compute_context(*self._compute),
-            self._steps.training_step(uncompiled=uncompiled),
-            counted,
-            compared or nullcontext(),
-        ):
+        with compute_context(*self._compute), self._steps.training_step(uncompiled=uncompiled), counted:
             yield
-        if compared is not None and compared.found:
-            rank_zero_warn(compared.report(module))
-            self._penalties = None
         if module.automatic_optimization:
             self.open_edits()  # `on_before_zero_grad` comes between forward and backward
         else:
@@ -198,6 +189,8 @@ class Fit:
         """Let gradients that this backward of ``loss``, not scaled yet, adds to be fp32."""
         self.close_edits()
         self._steps.note_loss(loss)
+        if self._penalties is not None and (report := self._penalties.report(loss, self._module, self._ledger.batches)):
+            rank_zero_warn(report)
         for optimizer in self._ledger.before_backward():
             self._steps.skipped_by_user(optimizer)
         if self._manual is not None:

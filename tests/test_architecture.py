@@ -105,7 +105,7 @@ TORCH_ONLY = {
     "in_fp32": {"widening"},
     "edits_seen": {"in_fp32", "storage", "widening"},
     "edit_watch": {"edits_seen", "master"},
-    "penalties": {"edits_seen", "in_fp32", "master"},
+    "penalties": set(),
     "roll_call": set(),
     "profiles": set(),
     "snapshots": set(),
