@@ -55,8 +55,8 @@ NOISE = (
 UNSAID = ("litlogger", "litmodels", "Ignoring `Trainer(max_time")
 """What Lightning says at every start: packages that it recommends, and that `TimeLimit` stands in for its Timer."""
 
-PARTS = ("data", "model", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler", "ema")
-"""Built in this order, before the trainer that takes most of them."""
+PARTS = ("data", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler", "ema")
+"""Built in this order, before the model, which takes longest, and the trainer."""
 
 
 def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
@@ -83,10 +83,18 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     checkpoint = resume.read(ckpt_path) if ckpt_path else None
     L.seed_everything(seed, workers=True)
 
-    parts = build_all(config, PARTS)
+    problems: list[str] = []
+    parts: dict[str, Any] = {}
+    with collected(problems):
+        parts |= build_all(config, PARTS)
+    if parts:
+        with refusals(config, "data"):
+            parts["data"].setup("fit")  # missing files are said before anything that depends on them
+    with collected(problems):
+        parts |= build_all(config, ("model",))
+    if problems:
+        raise ConfigError(*problems)
     data = parts["data"]
-    with refusals(config, "data"):
-        data.setup("fit")  # missing files are said before anything that depends on them
     module = DiffusionModule(parts["model"], parts["objective"], parts["optimizer"], seed=seed)
     named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
     callbacks = [callback for callback in build_all(named, named).values() if callback is not None]
@@ -108,7 +116,6 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     )
     data.overfit(trainer)
     length = run_length(trainer, data.steps_per_epoch)
-    problems: list[str] = []
     with collected(problems):
         module.make_scheduler = cosine.for_run(config, length)
     for check in (
