@@ -92,7 +92,7 @@ class AutoencoderModule(L.LightningModule):
         images = batch["image"]
         decoded = self.net.decode(self.net.encode(images)[0]).float()
         errors = (decoded - images).square().flatten(1).mean(dim=1)  # (batch,), fp32
-        self._totals += torch.stack([errors.sum(), errors.new_tensor(float(len(errors)))])
+        self._totals += torch.stack([errors.sum(), errors.new_full((), len(errors))])
         if batch_idx == 0 and self.trainer.is_global_zero and not self.trainer.sanity_checking:
             pairs = torch.stack([images[:8], decoded[:8]], dim=1).flatten(0, 1)
             for logger in self.trainer.loggers:
