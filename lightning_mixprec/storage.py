@@ -207,10 +207,11 @@ class Bucket:
         if reads_at_once(self.half.device) and torch.equal(self._take_fingerprint(), self._fingerprint):
             return values
         if self.master is not None:
-            rounded = torch.empty_like(self.half)
-            round_(self.master, rounded)
-            edited = (self.view(rounded, index) != half) & (self._take_fingerprint() != self._fingerprint)
-            return torch.where(edited, half.float(), values)
+            span = self._span(index)
+            rounded = torch.empty_like(self.half[span])
+            round_(self.master[span], rounded)  # of all parameters a state dict asks, one by one
+            kept = rounded.as_strided(*self._layouts[index]) == half
+            return torch.where(kept | (self._take_fingerprint() == self._fingerprint), values, half.float())
         return torch.where(half == 0, 0, values) if self.rest is not None else values
 
     def set_values_of(self, index: int, value: Tensor) -> None:

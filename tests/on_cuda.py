@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from reference import Resumable, SaveAfter, assert_same, loader, make_batches, make_module, make_trainer, snapshot
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mixprec import (
     DynamicLossScaler,
@@ -175,6 +176,29 @@ def test_masters_are_those_of_rank_0_whatever_their_layout(monkeypatch):
     for param in net:
         assert masters.read(param).cpu().eq(3).all()
         assert param.cpu().eq(3).all()
+
+
+def test_a_state_dict_rounds_each_weight_once_and_not_its_whole_bucket_for_each():
+    """On a CPU the fingerprint shows first that there is nothing to be looked for."""
+
+    class Written(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and not func.is_view:
+                self.elements += result.numel()
+            return result
+
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(64))).to("cuda")
+    masters = MasterWeights(net, {name: torch.bfloat16 for name, _ in net.named_parameters()})
+    masters.allocate()
+    net[3].weight.data[0, 0] = 2.0
+    assert len(masters.buckets) == 1
+    with Written() as written:
+        found = net.state_dict()
+    assert found["3.weight"][0, 0] == 2
+    assert written.elements < 64 * masters.buckets[0].numel  # of which a fingerprint for each is half
 
 
 def test_a_wrapper_that_is_made_anew_waits_for_the_weights_and_is_waited_for(monkeypatch):
