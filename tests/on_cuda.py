@@ -178,27 +178,39 @@ def test_masters_are_those_of_rank_0_whatever_their_layout(monkeypatch):
         assert param.cpu().eq(3).all()
 
 
-def test_a_state_dict_rounds_each_weight_once_and_not_its_whole_bucket_for_each():
+class Written(TorchDispatchMode):
+    """Counts the elements that operations make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.elements += result.numel()
+        return result
+
+
+def test_weights_are_looked_at_and_written_by_themselves_and_not_with_their_bucket_each():
     """On a CPU the fingerprint shows first that there is nothing to be looked for."""
-
-    class Written(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and not func.is_view:
-                self.elements += result.numel()
-            return result
-
     net = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(64))).to("cuda")
     masters = MasterWeights(net, {name: torch.bfloat16 for name, _ in net.named_parameters()})
     masters.allocate()
+    (bucket,) = masters.buckets
+    before = snapshot(net)
     net[3].weight.data[0, 0] = 2.0
-    assert len(masters.buckets) == 1
-    with Written() as written:
+    with Written() as looking:
         found = net.state_dict()
     assert found["3.weight"][0, 0] == 2
-    assert written.elements < 64 * masters.buckets[0].numel  # of which a fingerprint for each is half
+    with Written() as writing:
+        masters.write(net[5].weight, torch.full((16, 16), 0.1, device="cuda"))
+    assert looking.elements < 64 * bucket.numel  # for 64 weights, and of it half are fingerprints'
+    assert writing.elements < 2 * bucket.numel
+    masters.adopt_edits()
+    assert masters.read(net[3].weight)[0, 0] == 2
+    assert (masters.read(net[5].weight) == 0.1).all()
+    for name, value in before.items():
+        if name not in ("3.weight", "5.weight"):
+            assert torch.equal(masters.read(net.get_parameter(name)), value)
 
 
 def test_a_wrapper_that_is_made_anew_waits_for_the_weights_and_is_waited_for(monkeypatch):
