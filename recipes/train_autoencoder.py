@@ -118,14 +118,14 @@ def latent_std(net: Autoencoder, data: DataModule, device: torch.device, at_most
         at_most: Images.
     """
     net.to(device).eval()
-    total, squares, count = 0.0, 0.0, 0
+    sums, count = torch.zeros(2, dtype=torch.float64, device=device), 0
     rows = min(at_most, len(data.train))  # type: ignore[arg-type]
     for first in range(0, rows, 64):
         images = torch.stack([data.train[row]["image"] for row in range(first, min(first + 64, rows))])
         mean, std = (part.double() for part in net.encode(images.to(device)))
-        total += float(mean.sum())
-        squares += float((mean.square() + std.square()).sum())
+        sums += torch.stack([mean.sum(), (mean.square() + std.square()).sum()])
         count += mean.numel()
+    total, squares = sums.tolist()
     return math.sqrt(squares / count - (total / count) ** 2)
 
 

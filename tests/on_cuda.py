@@ -4,6 +4,7 @@ import logging
 import os
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import lightning as L
@@ -30,6 +31,9 @@ from lightning_mixprec.magnitudes import largest, nonfinite
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.reduction import mean_over_ranks
 from lightning_mixprec.replay import Replayer
+from recipes.autoencoder import Autoencoder
+from recipes.randomness import validation_draws
+from recipes.train_autoencoder import AutoencoderModule, latent_std
 
 OPTIMIZERS = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -336,6 +340,34 @@ def test_nothing_is_looked_at_outside_of_training_where_all_is_fp32():
     sampling = Sampling()
     fit("gpu", "fp32", "fp32", OPTIMIZERS["fused"], callbacks=[sampling])
     assert sampling.waits == []
+
+
+def test_validation_of_an_autoencoder_waits_for_nothing_and_its_latents_are_measured_in_one_wait():
+    torch.manual_seed(0)
+    module = AutoencoderModule(Autoencoder(1, 2, (8,)), OPTIMIZERS["fused"])
+    images = torch.randn(4, 1, 4, 4)
+    data = SimpleNamespace(train=[{"image": image} for image in images])
+    expected = latent_std(module.net, data, pretend_cuda.CPU)
+    module.to("cuda")
+    module.on_validation_epoch_start()
+    batch = {"image": images.cuda()}
+    pretend_cuda.waits.clear()
+    module.validation_step(batch, 1)
+    assert not pretend_cuda.waits
+    assert module._totals[1] == 4
+    pretend_cuda.waits.clear()
+    assert latent_std(module.net, data, pretend_cuda.GPU) == pytest.approx(expected)
+    assert len(pretend_cuda.waits) == 2  # for the images, and for the sums
+
+
+def test_validation_noise_is_that_of_a_cpu_and_reads_the_indices_once():
+    indices = torch.tensor([3, 5])
+    there = indices.cuda()
+    pretend_cuda.waits.clear()
+    found = validation_draws(there, (1, 2, 2))
+    assert sum(wait.startswith("cuda -> cpu") for wait in pretend_cuda.waits) == 1
+    for one, other in zip(found, validation_draws(indices, (1, 2, 2)), strict=True):
+        assert torch.equal(one.cpu(), other)
 
 
 def test_operations_on_halves_of_both_devices_are_looked_at():
