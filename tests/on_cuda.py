@@ -12,6 +12,8 @@ import pretend_cuda
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from planted import Attention, Planted
+from planted import batch as planted_batch
 from reference import Resumable, SaveAfter, assert_same, loader, make_batches, make_module, make_trainer, snapshot
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -395,6 +397,14 @@ def test_numbers_are_counted_without_a_wait():
     host.add(numbers)
     assert tally.shares == host.shares
     assert tally.shares[torch.float16].overflow == 2 / 10  # five of seven are finite
+
+
+def test_a_layer_that_overflows_inside_is_found_and_moved():
+    module, plugin = Planted(Attention), MasterWeightPrecision("fp16", fallback="auto")
+    trainer = make_trainer(plugin, accelerator="gpu", max_steps=3)
+    trainer.fit(module, loader([planted_batch()] * 20))
+    assert plugin.fp32_layers == ["net.blocks.5"]
+    assert plugin.real_steps == 3
 
 
 def test_an_audit_on_the_gpu_says_what_one_on_the_cpu_says():

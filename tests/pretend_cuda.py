@@ -126,7 +126,7 @@ class PretendedGpu(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         self._check(func, name, args, kwargs, tensors, device)
         if name in ("_softmax", "_log_softmax") and args[2]:  # in half, with fp32 out of it
-            args = (args[0].float(), args[1], False)
+            args = (to_host(args[0]).float(), args[1], False)
         elif name in ("_softmax_backward_data", "_log_softmax_backward_data") and args[3] != args[0].dtype:
             with self:
                 return func(*args[:3], args[0].dtype).to(args[3])
