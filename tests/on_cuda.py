@@ -22,6 +22,7 @@ from lightning_mixprec import (
     MasterWeightAveraging,
     MasterWeightPrecision,
     PrecisionMonitor,
+    PrecisionPolicy,
     audit,
     guests,
 )
@@ -405,6 +406,31 @@ def test_a_layer_that_overflows_inside_is_found_and_moved():
     trainer.fit(module, loader([planted_batch()] * 20))
     assert plugin.fp32_layers == ["net.blocks.5"]
     assert plugin.real_steps == 3
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_on_the_gpu_trains_as_on_a_cpu(recipe):
+    """Emulated: the products themselves are the hardware's."""
+
+    class Net(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+        def training_step(self, batch, batch_idx):
+            return (self.net(batch).float() - batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+    ends, batches = [], torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(0))
+    for accelerator in ("gpu", "cpu"):
+        policy = PrecisionPolicy("bf16", fp8=["net.1"], fp8_recipe=recipe, emulate=True)
+        module = Net()
+        make_trainer(MasterWeightPrecision(policy), accelerator=accelerator).fit(module, loader(batches))
+        ends.append(module)
+    assert_equal_fp32_on_the_host(*ends)
 
 
 def test_an_audit_on_the_gpu_says_what_one_on_the_cpu_says():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
@@ -104,6 +104,8 @@ class PretendedGpu(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(map(is_traceable_wrapper_subclass, tensors)):  # torchao's, which says what is done with its parts
+            return NotImplemented
         device = gpu_of(kwargs["device"]) if kwargs.get("device") is not None else None
         gpu = next(
             (each for each in (device, *(tensor.device for tensor in tensors)) if each and each.type == "cuda"), GPU
