@@ -201,7 +201,7 @@ class Diagnosis:
 
     def examine(self, prefix: str, network: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """A network's output outside of training: None if it is finite, or else what to return in its place."""
-        if not bool(nonfinite(output)) or self._replayer.compute == torch.float32:
+        if self._replayer.compute == torch.float32 or not bool(nonfinite(output)):  # the latter waits for the device
             return None
         if meets_other_ranks(network):  # whose outputs may be finite: they would not come
             if prefix not in self._warned:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mixprec.layers import ComputeLayer
+from lightning_mixprec.ranks import wait_for_streams
 from lightning_mixprec.reduction import GradientReduction
 
 
@@ -109,7 +110,9 @@ def rebuild_wrapper(strategy: Any, reduction: GradientReduction | None = None, *
     wrapper._remove_autograd_hooks()
     for param in wrapper.module.parameters():  # whose gradients may be views of the old buckets
         param.grad = param.grad.clone() if keep_gradients and param.grad is not None else None
+    wait_for_streams(strategy.root_device)
     strategy.model = strategy._setup_model(wrapper.module)
+    wait_for_streams(strategy.root_device)
     strategy._register_ddp_hooks()
     strategy._pl_static_graph_delay_done = False
     if reduction is not None:

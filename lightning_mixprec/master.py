@@ -30,7 +30,7 @@ from lightning_mixprec.borrow import Borrower
 from lightning_mixprec.exchange import replace
 from lightning_mixprec.given import Given
 from lightning_mixprec.opaque import is_script
-from lightning_mixprec.ranks import several_ranks
+from lightning_mixprec.ranks import several_ranks, wait_for_streams
 from lightning_mixprec.state_hooks import StateHooks, set_fp32_
 from lightning_mixprec.storage import Bucket, Masters, reads_at_once
 from lightning_mixprec.wide_gradients import WideGradients
@@ -126,10 +126,15 @@ class MasterWeights:
         """Follow the parameters to their device; with several ranks, take rank 0's values, as DDP takes its weights."""
         if self._settled:
             return
+        if several_ranks():  # and whose memory is about to be freed, DDP may still be writing
+            for device in {param.device for param in self._stand_ins}:
+                wait_for_streams(device)
         for param, stand_in in self._stand_ins.items():
             stand_in.data = stand_in.data.to(param.device)
             if several_ranks():
-                dist.broadcast(stand_in.data, src=0)
+                value = stand_in.data.contiguous()  # NCCL takes no other
+                dist.broadcast(value, src=0)
+                stand_in.data.copy_(value)
         self._settled = True
 
     @contextmanager

@@ -25,6 +25,19 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def wait_for_streams(device: torch.device) -> None:
+    """Wait for all that is queued on a GPU, on any stream; elsewhere there is one order of things.
+
+    Lightning wraps a model for DDP on a stream of its own. Its broadcast would read weights that are still being
+    written, and write into memory that is used for something else by then: nothing waits for that stream, nor it.
+
+    Example:
+        >>> wait_for_streams(torch.device("cpu"))
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def over_ranks(flags: Tensor) -> Tensor:
     """The largest of all ranks, in place.
 

@@ -160,7 +160,8 @@ def mean_over_ranks(
     for (name, param), somewhere in zip(named, made.tolist(), strict=True):
         if somewhere:
             mean = grads[name] if name in grads else torch.zeros_like(param, dtype=torch.float32)
-            mean = mean.to(device)  # at the end of a fit Lightning has moved the module, and NCCL takes none from a CPU
-            dist.all_reduce(mean)
-            means[name] = mean.div_(dist.get_world_size()).to(param.device)
+            # At the end of a fit Lightning has moved the module, and NCCL takes none from a CPU; nor a transposed one.
+            total = mean.to(device).contiguous()
+            dist.all_reduce(total)
+            means[name] = total.div_(dist.get_world_size()).to(param.device)
     return means

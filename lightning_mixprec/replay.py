@@ -73,7 +73,9 @@ class Replayer:
     @property
     def devices(self) -> list[int]:
         """Devices, besides the CPU, whose random numbers a call may draw."""
-        return [torch.cuda.current_device()] if self._device_type == "cuda" else []
+        return (
+            list(range(torch.cuda.device_count())) if self._device_type == "cuda" else []
+        )  # no matter which is current
 
     def outputs(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, fp32: bool, keep: bool = False

@@ -207,16 +207,16 @@ class Bucket:
         if reads_at_once(self.half.device) and torch.equal(self._take_fingerprint(), self._fingerprint):
             return values
         if self.master is not None:
-            rounded = torch.empty_like(self.half)
-            round_(self.master, rounded)
-            edited = (self.view(rounded, index) != half) & (self._take_fingerprint() != self._fingerprint)
-            return torch.where(edited, half.float(), values)
+            span = self._span(index)
+            rounded = torch.empty_like(self.half[span])
+            round_(self.master[span], rounded)  # of all parameters a state dict asks, one by one
+            kept = rounded.as_strided(*self._layouts[index]) == half
+            return torch.where(kept | (self._take_fingerprint() == self._fingerprint), values, half.float())
         return torch.where(half == 0, 0, values) if self.rest is not None else values
 
     def set_values_of(self, index: int, value: Tensor) -> None:
         """Store fp32 values of one parameter, to nearest, and round them into it."""
-        self._take_over()  # what was written into the others, which is about to be forgotten
-        span = self._span(index)
+        before, span = self._take_fingerprint(), self._span(index)
         if self.master is not None:
             self.view(self.master, index).copy_(value)
             round_(self.master[span], self.half[span])
@@ -224,7 +224,8 @@ class Bucket:
             flat = torch.zeros(span.stop - span.start, dtype=torch.float32, device=self.half.device)
             flat.as_strided(*self._layouts[index]).copy_(value)
             encode_(flat, self.half[span], self._rest(span), EXTRA_BITS[self.masters], None)
-        self._fingerprint = self._take_fingerprint()
+        # It is a sum, so that what was written into the others still shows.
+        self._fingerprint = self._fingerprint + (self._take_fingerprint() - before)
         self.writes += 1
 
     def edited(self) -> Tensor:

@@ -158,7 +158,7 @@ class DiffusionModule(L.LightningModule):
         Callbacks such as EarlyStopping find the mean under `train/loss` too; for loggers that is a shorter mean.
         """
         self._logged()
-        skipped = torch.tensor(float(self._epoch_skipped), device=self.device)
+        skipped = torch.full((), float(self._epoch_skipped), device=self.device)
         if self._epoch_samples:
             mean = self._epoch_loss / self._epoch_samples
             self.log("train/loss", mean, logger=False)

@@ -48,8 +48,8 @@ def validation_draws(indices: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, T
         frac((index + 1/2) · golden ratio) cover the unit interval evenly for any number of samples. Both fp32, on the
         device of `indices`, drawn on the CPU so that every device validates on the same numbers.
     """
-    rows = indices.tolist()
-    noise = torch.stack([torch.randn(shape, generator=keyed_generator(VALIDATION, row)) for row in rows])
-    quantile = ((indices.cpu().double() + 0.5) * _GOLDEN).frac()
+    rows = indices.cpu()  # one wait for the device
+    noise = torch.stack([torch.randn(shape, generator=keyed_generator(VALIDATION, row)) for row in rows.tolist()])
+    quantile = ((rows.double() + 0.5) * _GOLDEN).frac()
     normal = torch.special.ndtri(quantile).float()  # inverse of the normal distribution function
     return noise.to(indices.device), normal.to(indices.device)

@@ -92,7 +92,7 @@ class AutoencoderModule(L.LightningModule):
         images = batch["image"]
         decoded = self.net.decode(self.net.encode(images)[0]).float()
         errors = (decoded - images).square().flatten(1).mean(dim=1)  # (batch,), fp32
-        self._totals += torch.stack([errors.sum(), errors.new_tensor(float(len(errors)))])
+        self._totals += torch.stack([errors.sum(), errors.new_full((), len(errors))])
         if batch_idx == 0 and self.trainer.is_global_zero and not self.trainer.sanity_checking:
             pairs = torch.stack([images[:8], decoded[:8]], dim=1).flatten(0, 1)
             for logger in self.trainer.loggers:
@@ -118,14 +118,14 @@ def latent_std(net: Autoencoder, data: DataModule, device: torch.device, at_most
         at_most: Images.
     """
     net.to(device).eval()
-    total, squares, count = 0.0, 0.0, 0
+    sums, count = torch.zeros(2, dtype=torch.float64, device=device), 0
     rows = min(at_most, len(data.train))  # type: ignore[arg-type]
     for first in range(0, rows, 64):
         images = torch.stack([data.train[row]["image"] for row in range(first, min(first + 64, rows))])
         mean, std = (part.double() for part in net.encode(images.to(device)))
-        total += float(mean.sum())
-        squares += float((mean.square() + std.square()).sum())
+        sums += torch.stack([mean.sum(), (mean.square() + std.square()).sum()])
         count += mean.numel()
+    total, squares = sums.tolist()
     return math.sqrt(squares / count - (total / count) ** 2)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import lightning as L
@@ -11,20 +12,31 @@ import pretend_cuda
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from planted import Attention, Planted
+from planted import batch as planted_batch
 from reference import Resumable, SaveAfter, assert_same, loader, make_batches, make_module, make_trainer, snapshot
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mixprec import (
     DynamicLossScaler,
     MasterWeightAveraging,
     MasterWeightPrecision,
     PrecisionMonitor,
+    PrecisionPolicy,
     audit,
+    guests,
 )
 from lightning_mixprec.formats import GRADIENT_FORMATS, Tally
 from lightning_mixprec.gradients import found_nonfinite
 from lightning_mixprec.inside import InnerOverflow
+from lightning_mixprec.layer_stats import exponent_counts
 from lightning_mixprec.magnitudes import largest, nonfinite
+from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.reduction import mean_over_ranks
+from lightning_mixprec.replay import Replayer
+from recipes.autoencoder import Autoencoder
+from recipes.randomness import validation_draws
+from recipes.train_autoencoder import AutoencoderModule, latent_std
 
 OPTIMIZERS = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -109,6 +121,18 @@ def test_layers_are_looked_at_in_a_deterministic_fit(tmp_path):
     assert monitor.layers
 
 
+def test_exponents_are_counted_in_a_deterministic_fit_and_without_a_wait(monkeypatch):
+    numbers = torch.tensor([[1.0, 1.5, -2.0], [0.0, 2.0**-48, 2.0**-49], [2.0**23, 2.0**24, float("nan")]])
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", None)  # a setting of the whole process, and the user's
+    values = numbers.cuda()
+    pretend_cuda.waits.clear()
+    with mock.patch("torch.are_deterministic_algorithms_enabled", return_value=True):
+        found = exponent_counts(values)
+    assert not pretend_cuda.waits
+    assert found.tolist() == exponent_counts(numbers).tolist()
+    assert {place - 48: count for place, count in enumerate(found.tolist()) if count} == {-48: 1, 0: 2, 1: 1, 23: 1}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
 def test_nonfinite_gradients_are_found_in_any_precision(dtype, bad):
@@ -121,16 +145,102 @@ def test_nonfinite_gradients_are_found_in_any_precision(dtype, bad):
     assert found_nonfinite([], pretend_cuda.GPU).tolist() == [0.0]
 
 
+def nccl(met):
+    """A collective as NCCL has it, which knows no tensors of a CPU, and none that is transposed."""
+
+    def collective(tensor, **_):
+        assert tensor.device.type == "cuda"
+        assert tensor.is_contiguous(), "Tensors must be contiguous"
+        met.append(tensor)
+
+    return collective
+
+
 def test_gradients_of_a_window_are_averaged_where_the_ranks_can_meet(monkeypatch):
-    """NCCL knows no tensors of a CPU, where they are at the end of a fit."""
+    """At the end of a fit they are on the CPU."""
     met = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: met.append(tensor.device.type))
+    monkeypatch.setattr(torch.distributed, "all_reduce", nccl(met))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    params = [("a", torch.nn.Parameter(torch.ones(2))), ("b", torch.nn.Parameter(torch.ones(2)))]
-    means = mean_over_ranks({"a": torch.ones(2)}, params, pretend_cuda.GPU)
-    assert set(met) == {"cuda"}
+    params = [("a", torch.nn.Parameter(torch.ones(2, 3).t())), ("b", torch.nn.Parameter(torch.ones(2)))]
+    means = mean_over_ranks({"a": torch.ones(2, 3).t()}, params, pretend_cuda.GPU)
+    assert len(met) == 2
     assert means.keys() == {"a"}
-    assert means["a"].tolist() == [0.5, 0.5]
+    assert means["a"].tolist() == torch.full((3, 2), 0.5).tolist()
+
+
+def test_masters_are_those_of_rank_0_whatever_their_layout(monkeypatch):
+    """And DDP, on the stream that Lightning gives it, is no longer writing the weights that they came from."""
+    met = []
+    monkeypatch.setattr("lightning_mixprec.master.several_ranks", lambda: True)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: nccl(met)(tensor.fill_(3.0)))
+    net = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 3).t()), torch.nn.Parameter(torch.ones(2))])
+    masters = MasterWeights(net, {"0": torch.bfloat16, "1": torch.bfloat16})
+    net.to("cuda")
+    pretend_cuda.waits.clear()
+    masters.allocate()
+    assert pretend_cuda.waits[0] == "synchronize"
+    assert len(met) == 2
+    for param in net:
+        assert masters.read(param).cpu().eq(3).all()
+        assert param.cpu().eq(3).all()
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that operations make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.elements += result.numel()
+        return result
+
+
+def test_weights_are_looked_at_and_written_by_themselves_and_not_with_their_bucket_each():
+    """On a CPU the fingerprint shows first that there is nothing to be looked for."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(64))).to("cuda")
+    masters = MasterWeights(net, {name: torch.bfloat16 for name, _ in net.named_parameters()})
+    masters.allocate()
+    (bucket,) = masters.buckets
+    before = snapshot(net)
+    net[3].weight.data[0, 0] = 2.0
+    with Written() as looking:
+        found = net.state_dict()
+    assert found["3.weight"][0, 0] == 2
+    with Written() as writing:
+        masters.write(net[5].weight, torch.full((16, 16), 0.1, device="cuda"))
+    assert looking.elements < 64 * bucket.numel  # for 64 weights, and of it half are fingerprints'
+    assert writing.elements < 2 * bucket.numel
+    masters.adopt_edits()
+    assert masters.read(net[3].weight)[0, 0] == 2
+    assert (masters.read(net[5].weight) == 0.1).all()
+    for name, value in before.items():
+        if name not in ("3.weight", "5.weight"):
+            assert torch.equal(masters.read(net.get_parameter(name)), value)
+
+
+def test_a_wrapper_that_is_made_anew_waits_for_the_weights_and_is_waited_for(monkeypatch):
+    """Lightning makes it on a stream of its own."""
+
+    class Strategy:
+        root_device = pretend_cuda.GPU
+
+        def _setup_model(self, module):
+            waited.append(list(pretend_cuda.waits))
+            return self.model
+
+        def _register_ddp_hooks(self):
+            pass
+
+    waited, strategy = [], Strategy()
+    monkeypatch.setattr(guests, "DDPStrategy", Strategy)
+    monkeypatch.setattr(guests, "DistributedDataParallel", mock.MagicMock)
+    strategy.model = mock.MagicMock()
+    strategy.model.module = torch.nn.Linear(1, 1)
+    guests.rebuild_wrapper(strategy)
+    assert waited == [["synchronize"]]
+    assert pretend_cuda.waits == ["synchronize"] * 2
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -165,6 +275,21 @@ def test_an_old_gpu_is_told_from_a_new_one(caplog):
         with mock.patch("torch.cuda.get_device_capability", return_value=(7, 0)):
             fit("gpu", "bf16", "fp32", OPTIMIZERS["SGD"])
     assert "no bf16 instructions (compute capability 7.0" in caplog.text
+
+
+@pytest.mark.parametrize(("precision", "masters"), [("bf16", "none"), ("fp16", "fp32")])
+def test_a_fit_on_the_second_gpu_leaves_the_first_alone(precision, masters):
+    """With a batch that is skipped, and one after the other that is looked into."""
+    found, expected = [], []
+    for ends, accelerator, devices in ((found, "gpu", [1]), (expected, "cpu", 1)):
+        average = MasterWeightAveraging(decay=0.5)
+        with mock.patch("torch.cuda.device_count", return_value=2):
+            module = fit(accelerator, precision, masters, OPTIMIZERS["fused"], {2, 3, 4}, [average], devices=devices)
+        ends += [module, average]
+    assert {value.device for value in found[1].averages.values()} == {torch.device("cuda", 1)}
+    assert_equal_fp32_on_the_host(found[0], expected[0])
+    for name, value in expected[1].averages.items():
+        torch.testing.assert_close(found[1].averages[name].cpu(), value, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, partial(torch.optim.Adagrad, fused=True)])
@@ -202,6 +327,52 @@ def test_magnitudes_of_what_does_not_all_stand_on_the_gpu():
     assert nonfinite([*value.values(), torch.tensor(float("inf"))])
 
 
+def test_a_call_is_made_again_with_the_random_numbers_of_every_gpu():
+    """Whichever is current: an audit's model may be on another."""
+    with mock.patch("torch.cuda.device_count", return_value=3):
+        assert Replayer("cuda", torch.float16).devices == [0, 1, 2]
+
+
+def test_nothing_is_looked_at_outside_of_training_where_all_is_fp32():
+    class Sampling(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            pretend_cuda.waits.clear()
+            pl_module.net(batch[0], batch[1])
+            self.waits = list(pretend_cuda.waits)
+
+    sampling = Sampling()
+    fit("gpu", "fp32", "fp32", OPTIMIZERS["fused"], callbacks=[sampling])
+    assert sampling.waits == []
+
+
+def test_validation_of_an_autoencoder_waits_for_nothing_and_its_latents_are_measured_in_one_wait():
+    torch.manual_seed(0)
+    module = AutoencoderModule(Autoencoder(1, 2, (8,)), OPTIMIZERS["fused"])
+    images = torch.randn(4, 1, 4, 4)
+    data = SimpleNamespace(train=[{"image": image} for image in images])
+    expected = latent_std(module.net, data, pretend_cuda.CPU)
+    module.to("cuda")
+    module.on_validation_epoch_start()
+    batch = {"image": images.cuda()}
+    pretend_cuda.waits.clear()
+    module.validation_step(batch, 1)
+    assert not pretend_cuda.waits
+    assert module._totals[1] == 4
+    pretend_cuda.waits.clear()
+    assert latent_std(module.net, data, pretend_cuda.GPU) == pytest.approx(expected)
+    assert len(pretend_cuda.waits) == 2  # for the images, and for the sums
+
+
+def test_validation_noise_is_that_of_a_cpu_and_reads_the_indices_once():
+    indices = torch.tensor([3, 5])
+    there = indices.cuda()
+    pretend_cuda.waits.clear()
+    found = validation_draws(there, (1, 2, 2))
+    assert sum(wait.startswith("cuda -> cpu") for wait in pretend_cuda.waits) == 1
+    for one, other in zip(found, validation_draws(indices, (1, 2, 2)), strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
 def test_operations_on_halves_of_both_devices_are_looked_at():
     class Table(torch.nn.Module):
         def forward(self, x):
@@ -227,6 +398,39 @@ def test_numbers_are_counted_without_a_wait():
     host.add(numbers)
     assert tally.shares == host.shares
     assert tally.shares[torch.float16].overflow == 2 / 10  # five of seven are finite
+
+
+def test_a_layer_that_overflows_inside_is_found_and_moved():
+    module, plugin = Planted(Attention), MasterWeightPrecision("fp16", fallback="auto")
+    trainer = make_trainer(plugin, accelerator="gpu", max_steps=3)
+    trainer.fit(module, loader([planted_batch()] * 20))
+    assert plugin.fp32_layers == ["net.blocks.5"]
+    assert plugin.real_steps == 3
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_on_the_gpu_trains_as_on_a_cpu(recipe):
+    """Emulated: the products themselves are the hardware's."""
+
+    class Net(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+        def training_step(self, batch, batch_idx):
+            return (self.net(batch).float() - batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+    ends, batches = [], torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(0))
+    for accelerator in ("gpu", "cpu"):
+        policy = PrecisionPolicy("bf16", fp8=["net.1"], fp8_recipe=recipe, emulate=True)
+        module = Net()
+        make_trainer(MasterWeightPrecision(policy), accelerator=accelerator).fit(module, loader(batches))
+        ends.append(module)
+    assert_equal_fp32_on_the_host(*ends)
 
 
 def test_an_audit_on_the_gpu_says_what_one_on_the_cpu_says():

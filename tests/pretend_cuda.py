@@ -1,4 +1,4 @@
-"""A GPU that is none: plain tensors on `cuda:0` whose memory is the host's, and a list of what made the host wait.
+"""GPUs that are none: plain tensors on `cuda:0` whose memory is the host's, and a list of what made the host wait.
 
 Every operation on such a tensor passes a dispatch mode, which does it on the CPU. So `tensor.device`, `Module.to`,
 `param.data = ...`, views, autograd and autocast are torch's own, values are right, and what is missing on a real GPU is
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
@@ -41,7 +41,8 @@ NOT_IN_BF16 = {"_amp_foreach_non_finite_check_and_unscale_"}
 UNORDERED = {"histc", "put_", "kthvalue", "cumsum"}
 
 _on_host: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address is used twice
-_on_gpu: dict[int, torch.UntypedStorage] = {}
+_on_gpu: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
+_current = [0]  # index of the GPU that is meant by "cuda"
 _pinned: set[int] = set()
 _random = [torch.Generator().get_state()]  # of the GPU's own generator
 waits: list[str] = []  # what made the host wait for the device, and from where
@@ -64,18 +65,24 @@ def is_cuda(value) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
-def to_gpu(value):
+def gpu_of(device) -> torch.device:
+    """With its index."""
+    device = torch.device(device)
+    return torch.device("cuda", _current[0]) if device.type == "cuda" and device.index is None else device
+
+
+def to_gpu(value, gpu=GPU):
     """The same memory, said to be on the GPU."""
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return value
     storage = value.untyped_storage()
     address = storage.data_ptr()
-    if address not in _on_gpu:
+    if (address, gpu) not in _on_gpu:
         _on_host[address] = storage
-        _on_gpu[address] = torch._C._construct_storage_from_data_pointer(address, GPU, storage.nbytes())
-    about = {"nbytes": storage.nbytes(), "data_ptr": address, "dtype": value.dtype, "device": GPU}
+        _on_gpu[address, gpu] = torch._C._construct_storage_from_data_pointer(address, gpu, storage.nbytes())
+    about = {"nbytes": storage.nbytes(), "data_ptr": address, "dtype": value.dtype, "device": gpu}
     about |= {"size": value.shape, "stride": value.stride(), "storage_offset": value.storage_offset()}
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(about, _on_gpu[address])
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(about, _on_gpu[address, gpu])
 
 
 def to_host(value):
@@ -97,7 +104,12 @@ class PretendedGpu(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if any(map(is_traceable_wrapper_subclass, tensors)):  # torchao's, which says what is done with its parts
+            return NotImplemented
+        device = gpu_of(kwargs["device"]) if kwargs.get("device") is not None else None
+        gpu = next(
+            (each for each in (device, *(tensor.device for tensor in tensors)) if each and each.type == "cuda"), GPU
+        )
         name = func._schema.name.removeprefix("aten::") if isinstance(func, torch._ops.OpOverload) else ""
         if name == "is_pinned":
             return args[0].untyped_storage().data_ptr() in _pinned
@@ -116,10 +128,12 @@ class PretendedGpu(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         self._check(func, name, args, kwargs, tensors, device)
         if name in ("_softmax", "_log_softmax") and args[2]:  # in half, with fp32 out of it
-            args = (args[0].float(), args[1], False)
+            args = (to_host(args[0]).float(), args[1], False)
         elif name in ("_softmax_backward_data", "_log_softmax_backward_data") and args[3] != args[0].dtype:
             with self:
                 return func(*args[:3], args[0].dtype).to(args[3])
+        elif name == "histc" and not args[0].is_floating_point():  # a CPU has none of whole numbers
+            return to_gpu(func(to_host(args[0]).double(), *args[1:], **kwargs).to(args[0].dtype), gpu)
         if pin:
             kwargs["pin_memory"] = False
         if device is not None and device.type == "cuda":
@@ -142,7 +156,7 @@ class PretendedGpu(TorchDispatchMode):
         view = any(each.alias_info is not None for each in schema.returns)
         normal = torch.inference_mode(False) if view and not tensors[0].is_inference() else contextlib.nullcontext()
         with normal:  # a view is an inference tensor where what it looks at is one
-            return tree_map(to_gpu, result)
+            return tree_map(lambda value: to_gpu(value, gpu), result)
 
     @staticmethod
     def _check(func, name, args, kwargs, tensors, device) -> None:
@@ -153,7 +167,9 @@ class PretendedGpu(TorchDispatchMode):
             assert found, f"{func} has no kernel for CUDA"
         bf16 = any(each.dtype == torch.bfloat16 for each in tensors)
         assert not (bf16 and name in NOT_IN_BF16), f"{func} is not implemented for bf16 on CUDA"
-        assert not (name in UNORDERED and torch.are_deterministic_algorithms_enabled()), f"{func} is not deterministic"
+        floats = any(each.is_floating_point() for each in tensors)
+        strict = torch.are_deterministic_algorithms_enabled()
+        assert not (strict and floats and name in UNORDERED), f"{func} is not deterministic"
         if name in ("copy_", "_to_copy"):
             source, target = args[1 if name == "copy_" else 0], args[0]
             to = device or (target.device if name == "copy_" else source.device)
@@ -162,9 +178,14 @@ class PretendedGpu(TorchDispatchMode):
             if source.device.type != to.type and (at_once or page):
                 _wait(f"{source.device.type} -> {to.type}")
             return
+        if name == "_foreach_copy_":  # likewise, one by one
+            if any(each.device.type == "cpu" for each in tensors):
+                _wait("cpu -> cuda")
+            return
         joins = name in ("cat", "stack")  # which take no numbers of the host's, either
         strays = [each for each in tensors if each.device.type == "cpu" and (each.dim() or joins)]
         assert not strays or name.startswith("index"), f"{func} has operands on the GPU and on the CPU"
+        assert len({each.device for each in tensors if is_cuda(each)}) < 2, f"{func} has operands on two GPUs"
         masks = name.startswith("index") and [each for each in args[1] or () if each is not None]
         if name in READS or (masks and any(each.dtype == torch.bool for each in masks)):
             _wait(name)
@@ -195,7 +216,7 @@ class _Generator(torch.Generator):
 
     @property
     def device(self):
-        return GPU if self.said.type == "cuda" else CPU
+        return gpu_of(self.said)
 
 
 @contextlib.contextmanager
@@ -235,13 +256,13 @@ class _Storage:
     def clone(storage, clone=torch.UntypedStorage.clone):
         if storage.device.type != "cuda":
             return clone(storage)
-        return _Storage.to(clone(_on_host[storage.data_ptr()]), device=GPU)
+        return _Storage.to(clone(_on_host[storage.data_ptr()]), device=storage.device)
 
     @staticmethod
     def to(storage, *, device, non_blocking=False, to=torch.UntypedStorage.to):
         if torch.device(device).type != "cuda":
             return to(_Storage.cpu(storage), device=device)
-        return to_gpu(torch.empty(0, dtype=torch.uint8).set_(storage)).untyped_storage()
+        return to_gpu(torch.empty(0, dtype=torch.uint8).set_(storage), gpu_of(device)).untyped_storage()
 
 
 def _made_on(make):
@@ -268,7 +289,7 @@ def _other_modes_disabled(disable=_python_dispatch._disable_current_modes):
 
 @contextlib.contextmanager
 def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1):
-    """A GPU, for the length of the context."""
+    """One or more GPUs, for the length of the context."""
     torch._C._ensureCUDADeviceGuardSet()  # one that does nothing, as there is no GPU
     ctypes.CDLL(library).pretend(127)
     about = SimpleNamespace(name="none", major=capability[0], minor=capability[1], total_memory=2**36)
@@ -278,8 +299,8 @@ def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.is_initialized": lambda: True,
         "torch.cuda.device_count": lambda: devices,
-        "torch.cuda.current_device": lambda: 0,
-        "torch.cuda.set_device": lambda device: None,
+        "torch.cuda.current_device": lambda: _current[0],
+        "torch.cuda.set_device": lambda device: _current.__setitem__(0, torch.device(device).index or 0),
         "torch.cuda.get_device_capability": lambda device=None: capability,
         "torch.cuda.get_device_name": lambda device=None: about.name,
         "torch.cuda.get_device_properties": lambda device=None: about,
@@ -314,4 +335,5 @@ def pretend(library: str, capability: tuple[int, int] = (9, 0), devices: int = 1
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # nor have these
         stack.enter_context(PretendedGpu())
         waits.clear()
+        _current[0] = 0
         yield

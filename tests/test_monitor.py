@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, PrecisionMonitor
 from lightning_mixprec.health import Limits, layer_warnings, run_warnings
-from lightning_mixprec.layer_stats import BatchStats, LayerStats
+from lightning_mixprec.layer_stats import BatchStats, LayerStats, exponent_counts, exponent_edges
 
 
 def read_events(directory):
@@ -131,6 +131,11 @@ def test_the_histogram_holds_the_exponents(tmp_path):
     (event,) = EventAccumulator(str(tmp_path)).Reload().Histograms("mixprec_activation_exponents/net.0")
     value = event.histogram_value
     assert (value.num, value.min, value.max, value.sum) == (2.0, 0.0, 2.0, 0.5 + 1.5)
+
+
+def test_more_numbers_are_counted_than_fp32_counts():
+    counts = exponent_counts(torch.ones(1).expand(2**24 + 3))
+    assert counts.sum() == counts[exponent_edges().index(0)] == 2**24 + 3
 
 
 def test_layers_are_looked_at_at_growing_intervals(tmp_path):
