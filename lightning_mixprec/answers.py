@@ -93,8 +93,16 @@ class Answers:
             trainer = self._model.trainer
             announce_fallback(trainer, [v for v in verdicts if v.layer in due], len(moved) + len(due))
 
+    def follow(self) -> None:
+        """Let layers that have been reparametrised or pruned since be as they had been before; between two steps."""
+        if self._conversion.follow():
+            self._changed()
+
     def move_to_fp32(self, layers: Sequence[str]) -> None:
         """Have ``layers`` compute in fp32 from here on; between two steps, on all ranks."""
         self._conversion.move_to_fp32(layers)
+        self._changed()
+
+    def _changed(self) -> None:
         self.diagnosis.in_fp32 = self._conversion.plan.fp32_modules
         rebuild_wrapper(self._model.trainer.strategy, self.reduction)

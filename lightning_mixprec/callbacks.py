@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -290,10 +291,11 @@ class MasterWeightAveraging(WeightAveraging):
         the first are stored once), and ``"averaged_profiles"`` says what they are.
         """
         if not self.averages:
-            rank_zero_warn(
-                "There are no averages here, so the checkpoint has none. After a fit in processes that were forked or "
-                "spawned they have ended with these: save during fit, or launch with strategy='ddp'."
-            )
+            if trainer.state.status != TrainerStatus.RUNNING:  # the tuner saves when a fit has hardly begun
+                rank_zero_warn(
+                    "There are no averages here, so the checkpoint has none. After a fit in processes that were forked "
+                    "or spawned they have ended with these: save during fit, or launch with strategy='ddp'."
+                )
             return
         held = checkpoint["state_dict"]
         first: dict[int, str] = {}  # a tied parameter has its average under the first of its names

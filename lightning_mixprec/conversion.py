@@ -30,7 +30,8 @@ from lightning_mixprec.layers import (
 )
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
-from lightning_mixprec.policy import PrecisionPolicy, is_reparametrised
+from lightning_mixprec.policy import PrecisionPolicy
+from lightning_mixprec.reparametrised import half_tensors, is_pruned, is_reparametrised, refuse_half_orthogonal
 from lightning_mixprec.state_hooks import leftovers, remove_leftovers_
 from lightning_mixprec.storage import Masters
 from lightning_mixprec.widening import HALF
@@ -141,7 +142,7 @@ class Conversion:
         def is_meant(name: str, module: nn.Module, around: list[nn.Parameter]) -> bool:
             if self._policy.compute_dtype == torch.float32:  # what trains is fp32 then
                 return any(param.requires_grad for param in around)
-            return kinds.get(name) in ("fp32", "norm") or is_reparametrised(module)
+            return kinds.get(name) in ("fp32", "norm") or is_reparametrised(module) or is_pruned(module)
 
         widen_buffers_(self._model, self._given, is_meant)
 
@@ -164,9 +165,27 @@ class Conversion:
             named = self._model.named_parameters()
             self.masters.make_fp32_(param for name, param in named if self.plan.parameters[name] == torch.float32)
 
+    def follow(self) -> bool:
+        """Let layers that have been reparametrised or pruned since be as they had been before; between two steps only.
+
+        Returns:
+            Whether there are any.
+        """
+        if self.masters is None or self._policy.compute_dtype == torch.float32:
+            return False
+        if next(half_tensors(self._model), None) is None:
+            return False
+        refuse_half_orthogonal(self._model)
+        self.move_to_fp32([])
+        return True
+
     def restore_(self) -> None:
         """Leave the model as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.masters is not None:
+            if self._policy.compute_dtype != torch.float32:
+                for tensor in half_tensors(self._model):  # of what has come since the last batch
+                    if tensor not in self.masters:
+                        tensor.data = tensor.data.float()
             self.masters.restore_()
         self._given.restore_()
         _set(self._settings)

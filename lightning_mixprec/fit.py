@@ -37,6 +37,7 @@ from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.penalties import Penalties
 from lightning_mixprec.questions import warn_of_gradient_hooks, warn_of_shadows
 from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
+from lightning_mixprec.reparametrised import Registrations
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.schedules import RealFrequencies, in_a_batch
 from lightning_mixprec.sharding import is_sharded
@@ -84,6 +85,7 @@ class Fit:
     ) -> None:
         trainer: Any = module.trainer
         self._module, self._trainer, self._scaler, self._masters = module, trainer, scaler, masters
+        self._answers = answers
         self._compute = trainer.strategy.root_device.type, compute_dtype
         self._ddp = isinstance(trainer.strategy, DDPStrategy)
         self._counts_skips = counts_skips
@@ -103,6 +105,7 @@ class Fit:
         )
         self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
         self._fp8_advice = Float8Advice(module) if counts_fp8 else None
+        self._registrations = Registrations()
         self._edits = EditWatch(masters) if masters is not None else None
         self._penalties = Penalties(masters) if masters is not None else None
         self._feeding = Feeding(masters) if masters is not None else None
@@ -124,6 +127,7 @@ class Fit:
     def close(self) -> dict[str, Any]:
         """End it, and return what a checkpoint that is saved afterwards holds of it."""
         self.close_edits()
+        self._registrations.end()
         if self._feeding is not None:
             self._feeding.end()
         self._steps.after_backward()
@@ -150,6 +154,12 @@ class Fit:
         if self._newcomers is not None:
             self._newcomers.admit()
 
+    def follow_reparametrised(self) -> None:
+        """Layers may have been reparametrised or pruned since the last batch."""
+        if self._registrations.seen and not self._ledger.window_open:
+            self._registrations.seen = False
+            self._answers.follow()
+
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Around `training_step`; the beginning of a batch, and in manual optimization its end."""
@@ -162,6 +172,7 @@ class Fit:
             ledger.follow(self._trainer.optimizers)
             if self._frequencies is not None:
                 self._frequencies.follow(self._trainer.lr_scheduler_configs)
+        self.follow_reparametrised()
         self._steps.begin_batch()
         if self._feeding is not None:
             self._feeding.look(module, self._trainer.callbacks, closely=ledger.batches <= 2)

@@ -59,6 +59,7 @@ class TrainingModule(ComputeLayer):
         fit.open_edits(always=True)
         super().on_train_epoch_end()  # type: ignore[misc]
         fit.close_edits()
+        fit.follow_reparametrised()  # before a checkpoint is saved
 
 
 class Uncounted(_Progress):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._contextlib import _wrap_generator
 
@@ -209,7 +210,10 @@ def swap_(
         )
     if "_mixprec" not in module.__dict__:
         found = module.dtype if issubclass(kind, InnerLayer) and has_dtype(module) else None
-        module.__class__ = _subclass(kind, type(module))
+        if is_parametrized(module):
+            _swap_beneath(kind, module)
+        else:
+            module.__class__ = _subclass(kind, type(module))
         module.__dict__["_mixprec"] = (device_type, compute)
         if found is not None:
             module.__dict__["_mixprec_dtype"] = found
@@ -289,8 +293,20 @@ def restore_(module: nn.Module, *, below: bool = True) -> nn.Module:
     return module
 
 
+def _swap_beneath(kind: type[SwappedLayer], module: nn.Module) -> None:
+    """Leave on top what torch's parametrizations made, which removes itself; a class of its own, as copies share it."""
+    above: Any = type(module)
+    names = {name: value for name, value in vars(above).items() if name not in ("__dict__", "__weakref__")}
+    module.__class__ = type(above.__name__, (_subclass(kind, above.__base__),), names)
+    module.__dict__["_mixprec_above"] = above
+
+
 def _restore_class(module: nn.Module) -> None:
     """Give ``module`` its own class back, beneath one that was put on top meanwhile, as torch's parametrizations do."""
+    above: Any = module.__dict__.get("_mixprec_above")
+    if above is not None and vars(above).keys() == vars(type(module)).keys():  # parametrized as before
+        module.__class__ = above
+        return
     chain = type(module).__mro__
     place = next((place for place, each in enumerate(chain) if "_base_forward" in vars(each)), None)
     if place is None:  # on top there is a class that it shares with one that has been restored

@@ -81,6 +81,7 @@ class MasterWeights:
         # where there is one, or scratch that it is given for the length of a step.
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         self._homes: dict[nn.Parameter, tuple[Bucket, int]] = {}  # once allocated
+        self._slots: list[tuple[nn.Module, str]] = []  # where they are, and another may be put in place of one
         self._settled = False
         self._given = Given() if given is None else given  # frozen parameters computing in fp32, among others
         self._borrowers: dict[Optimizer, Borrower] = {}
@@ -94,6 +95,8 @@ class MasterWeights:
                 param.data = param.data.to(target)
             elif target == torch.float32:
                 self._given.widen_(param, [param])
+        for each in module.modules():
+            self._slots += [(each, name) for name, param in each._parameters.items() if param in self]
         self._hooks = [
             StateHooks(each, self, self._given)
             for each in module.modules()
@@ -309,11 +312,15 @@ class MasterWeights:
         for param, device in devices.items():
             value = self.peek(param).to(device)
             set_fp32_(param, value.clone() if value._is_view() else value)  # not a slice that keeps a bucket alive
+        for each, name in self._slots:
+            late = each._parameters.get(name)
+            if late is not None and late.dtype in HALF:  # made in fit of a 16-bit one, and in no optimizer
+                set_fp32_(late, late.data.float())
         self._given.restore_()
         for hooks in self._hooks:
             hooks.remove()
         held: Any
-        for held in (self._homes, self._stand_ins, self._borrowers, self._hooks):
+        for held in (self._homes, self._slots, self._stand_ins, self._borrowers, self._hooks):
             held.clear()
 
     def state_dict(self) -> dict[str, Any]:

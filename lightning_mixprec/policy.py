@@ -18,13 +18,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from lightning_mixprec.eligible import Entry, choose, show
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.plan import Kind, LayerPlan, PrecisionPlan
 from lightning_mixprec.practice import is_embedding, is_output
+from lightning_mixprec.reparametrised import is_reparametrised
 from lightning_mixprec.widening import HALF
 
 Float8Recipe: TypeAlias = Literal["tensorwise", "rowwise"]
@@ -393,15 +392,3 @@ def _is_norm(module: nn.Module) -> bool:
     leaf = next(module.children(), None) is None
     parametrization = "parametr" in type(module).__module__  # spectral and weight norm act on weights
     return leaf and not parametrization and re.search(r"norm\w{0,2}$", type(module).__name__.lower()) is not None
-
-
-def is_reparametrised(module: nn.Module) -> bool:
-    """Whether hooks make the module's weight of its own parameters: spectral and weight normalisation of old.
-
-    Their iterations need fp32, and mix parameters with fp32 buffers.
-
-    Example:
-        >>> is_reparametrised(nn.Linear(1, 1))
-        False
-    """
-    return any(isinstance(hook, (_WeightNorm, _SpectralNorm)) for hook in module._forward_pre_hooks.values())

@@ -89,6 +89,7 @@ class StateHooks:
             behind = self._values is not None and tensor in self._values
             value = self._values.peek(tensor) if behind else self._given.shown(tensor)
             if value is not None:
+                value = in_memory_of_its_own(value)
                 kept = isinstance(state_dict[key], nn.Parameter)  # as `keep_vars=True` has them
                 state_dict[key] = nn.Parameter(value, tensor.requires_grad) if kept else value
 
@@ -101,6 +102,24 @@ class StateHooks:
                 self._values.write(param, value)
                 # What torch copies into the parameter next is what is there: it would round ties differently.
                 state_dict[prefix + name] = param.detach().clone()
+
+
+def in_memory_of_its_own(tensor: Tensor) -> Tensor:
+    """``tensor`` where it is, as a tensor that knows nothing of what lies around it.
+
+    A part of a bucket would take the whole bucket to disk if it were saved alone, and safetensors' ``save_model``
+    refuses parts.
+
+    Example:
+        >>> bucket = torch.zeros(4)
+        >>> weight = in_memory_of_its_own(bucket[1:3])
+        >>> weight.untyped_storage().nbytes(), weight.data_ptr() == bucket[1:3].data_ptr()
+        (8, True)
+    """
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if whole or not tensor.numel() or tensor.device.type not in ("cpu", "cuda"):
+        return tensor
+    return torch.from_dlpack(tensor)
 
 
 def leftovers(model: nn.Module) -> Iterator[StateHooks]:

@@ -1,11 +1,12 @@
 """Averages of master weights and what the monitor logs, against hand-computed values."""
 
 import re
+import warnings
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, snapshot
@@ -275,6 +276,25 @@ def test_no_average_is_written_where_there_is_none(tmp_path):
     with pytest.warns(UserWarning, match="There are no averages here"):
         trainer.save_checkpoint(tmp_path / "none.ckpt")
     assert "averaged_state_dict" not in torch.load(tmp_path / "none.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split", "fp16"])
+def test_a_search_for_the_learning_rate_says_nothing_and_leaves_no_trace_in_averages(precision, tmp_path):
+    """It saves a checkpoint when there are no averages yet, trains, and loads it."""
+
+    def fit(*callbacks):
+        module, ema = make_module(), MasterWeightAveraging(0.9)
+        trainer = make_trainer(make_plugin(precision), callbacks=[*callbacks, ema], default_root_dir=tmp_path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, loader(make_batches(6)))
+        assert not [each for each in caught if "averages" in str(each.message)]
+        return {**snapshot(module), **{f"average of {name}": value for name, value in ema.averages.items()}}
+
+    torch.manual_seed(1)
+    plain = fit()
+    torch.manual_seed(1)
+    assert_same(plain, fit(LearningRateFinder(num_training_steps=4, update_attr=False)))
 
 
 @pytest.mark.parametrize("other", [EMAWeightAveraging(decay=0.9), type("Slow", (MasterWeightAveraging,), {})(0.9)])

@@ -190,3 +190,21 @@ def test_an_interrupted_write_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 def test_checkpoint_is_not_larger_than_a_plain_one(first):
     plain, ours = (first[mode][0].stat().st_size for mode in ("32-true", "bf16-split"))
     assert ours < plain * 1.05 + 2048
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_saved_alone_or_by_others_in_mid_fit(mode, tmp_path):
+    """One takes no more room than a plain one; safetensors, which refuses parts of larger memory, takes a module."""
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.state = snapshot(pl_module.net)
+            torch.save(pl_module.net.state_dict()["proj.bias"], tmp_path / "bias.pt")
+            safetensors.save_model(pl_module.net, tmp_path / "net.safetensors")
+
+    saves = Saves()
+    make_trainer(plugin_for(mode), callbacks=saves).fit(make_module(adamw), loader(make_batches(2)))
+    assert_same(saves.state, safetensors.load_file(tmp_path / "net.safetensors"))
+    torch.save(saves.state["proj.bias"].clone(), tmp_path / "same.pt")
+    assert (tmp_path / "bias.pt").stat().st_size == (tmp_path / "same.pt").stat().st_size
