@@ -146,7 +146,7 @@ class MasterWeightAveraging(WeightAveraging):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the averages at the weights, which by now are on their device and have their masters."""
         for averages in self.profile_averages.values():
-            for name, weight in _trained_weights(pl_module):
+            for name, weight in _trained_weights(pl_module, averages):  # a checkpoint's, of what is frozen now, too
                 averages[name] = self._place(self._average_of(averages, name, weight), weight)
         self._keeps_snapshots = self.snapshot_every is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if self._keeps_snapshots:

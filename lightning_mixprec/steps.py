@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
 from lightning_mixprec.buffers import BufferGuard
+from lightning_mixprec.containers import stacked
 from lightning_mixprec.guests import Once, Uncounted
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
@@ -258,7 +259,7 @@ class Steps:
         loss_is_finite = not ledger.agreed(self._nonfinite_loss)
         grads = {name: param.grad for name, param in self._model.named_parameters() if param.grad is not None}
         flags = [nonfinite(grad) for grad in grads.values()]
-        self._outcome.gradients = (list(grads), torch.stack(flags) if flags else torch.zeros(0))
+        self._outcome.gradients = (list(grads), stacked(flags) if flags else torch.zeros(0))
         lost = self._lost_weights(optimizer)
         if lost:
             self._hopeless = (
@@ -280,9 +281,9 @@ class Steps:
         named = [(name, param) for name, param in self._model.named_parameters() if param in mine]
         # A weight that 16 bits do not hold is no lost one: its layer can still compute in fp32.
         flags = [nonfinite(self._ledger.value(param)) for _, param in named]
-        if not flags or not self._ledger.agreed(torch.stack(flags).any()):
+        if not flags or not self._ledger.agreed(stacked(flags).any()):
             return []
-        bad = [name for (name, _), flag in zip(named, torch.stack(flags).tolist(), strict=True) if flag]
+        bad = [name for (name, _), flag in zip(named, stacked(flags).tolist(), strict=True) if flag]
         return bad or ["on another rank"]
 
     def _uncount(self) -> None:

@@ -433,6 +433,46 @@ def test_fp8_on_the_gpu_trains_as_on_a_cpu(recipe):
     assert_equal_fp32_on_the_host(*ends)
 
 
+def test_an_overflow_beside_complex_parameters_is_skipped():
+    """Of which it is not asked whether they are finite, and no answer is on the GPU."""
+
+    class Spectrum(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.phase = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+            self.net = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            found = (self.net(batch).float() * self.phase).abs().square().mean()
+            return found * float("inf") if batch_idx == 1 else found
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plugin, module = MasterWeightPrecision(PrecisionPolicy("bf16", fp32=["phase"])), Spectrum()
+    make_trainer(plugin, accelerator="gpu").fit(module, loader(torch.ones(3, 2, 4)))
+    assert (plugin.real_steps, plugin.skipped_steps) == (2, 1)
+    assert plugin.overflowed_parameters == ["net.weight", "net.bias"]
+    assert all(param.isfinite().all() for param in module.parameters())
+
+
+def test_averages_of_what_is_frozen_when_a_run_goes_on_are_on_the_gpu_too(tmp_path):
+    def run(freeze, **options):
+        module, average = make_module(OPTIMIZERS["fused"]), MasterWeightAveraging(decay=0.5)
+        module.net.conv_in.requires_grad_(not freeze)
+        saving = SaveAfter(tmp_path / "inside.ckpt", 3)
+        trainer = make_trainer(MasterWeightPrecision("bf16"), accelerator="gpu", callbacks=[average, saving])
+        trainer.fit(module, Resumable(3), **options)
+        return average.averages
+
+    run(freeze=False)
+    checkpoint = torch.load(tmp_path / "inside.ckpt", map_location="cpu", weights_only=True)
+    found = run(freeze=True, ckpt_path=tmp_path / "inside.ckpt")
+    assert {value.device.type for value in found.values()} == {"cuda"}
+    saved = checkpoint["state_dict"]["net.conv_in.weight"]
+    torch.testing.assert_close(found["net.conv_in.weight"].cpu(), saved, rtol=0.05, atol=0.01)
+
+
 def test_an_audit_on_the_gpu_says_what_one_on_the_cpu_says():
     found, expected = (
         audit(make_module().to(device), [[part.to(device) for part in batch] for batch in make_batches(2)])
