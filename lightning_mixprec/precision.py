@@ -231,8 +231,11 @@ class MasterWeightPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Make ``module`` compute as the policy says, in place (DDP ignores what this returns)."""
-        if not isinstance(module, LightningModule):
-            raise TypeError(f"{type(self).__name__} works with lightning.Trainer, which passes a LightningModule.")
+        if not isinstance(module, LightningModule) or module._trainer is None:
+            raise TypeError(
+                f"{type(self).__name__} works with lightning.Trainer, which passes a LightningModule, and was given "
+                f"{type(module).__name__} without a Trainer. With Fabric, use Fabric(precision={self.precision!r})."
+            )
         self.teardown()  # of an earlier stage that ended without one
         restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer

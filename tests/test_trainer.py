@@ -1071,6 +1071,13 @@ def test_trainer_reports_the_real_mode():
         assert make_trainer(MasterWeightPrecision(precision)).precision == name
 
 
+def test_fabric_is_refused_by_name():
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=MasterWeightPrecision("bf16"))
+    for module in (nn.Linear(1, 1), make_module()):
+        with pytest.raises(TypeError, match=rf"{type(module).__name__} .*Fabric\(precision='bf16-mixed'\)"):
+            fabric.setup(module)
+
+
 @pytest.mark.parametrize("precision", HALVES)
 def test_lbfgs_is_refused_by_name(precision):
     """T52: at setup, with the remedy; fp32 runs."""
