@@ -11,12 +11,14 @@ What it leaves out: the values (:mod:`lightning_mixprec.master`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mixprec.given import Given
 from lightning_mixprec.opaque import visible_modules
@@ -86,12 +88,16 @@ class StateHooks:
             key = prefix + name
             if key not in state_dict:
                 continue
+            if (tied := _shown_already(tensor, state_dict)) is not None:
+                state_dict[key] = tied
+                continue
             behind = self._values is not None and tensor in self._values
             value = self._values.peek(tensor) if behind else self._given.shown(tensor)
             if value is not None:
                 value = in_memory_of_its_own(value)
                 kept = isinstance(state_dict[key], nn.Parameter)  # as `keep_vars=True` has them
                 state_dict[key] = nn.Parameter(value, tensor.requires_grad) if kept else value
+                _SHOWN[tensor] = weakref.ref(state_dict[key])
 
     def _read(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -102,6 +108,15 @@ class StateHooks:
                 self._values.write(param, value)
                 # What torch copies into the parameter next is what is there: it would round ties differently.
                 state_dict[prefix + name] = param.detach().clone()
+
+
+_SHOWN: Any = WeakIdKeyDictionary()  # by tensor of a module: what stood for it in a state dict last
+
+
+def _shown_already(tensor: Tensor, state_dict: dict[str, Any]) -> Tensor | None:
+    """What stands for a tied tensor under another name, so that it is one tensor there too, and once in a file."""
+    shown: Tensor | None = _SHOWN.get(tensor, lambda: None)()
+    return shown if shown is not None and any(shown is each for each in state_dict.values()) else None
 
 
 def in_memory_of_its_own(tensor: Tensor) -> Tensor:

@@ -208,3 +208,24 @@ def test_weights_are_saved_alone_or_by_others_in_mid_fit(mode, tmp_path):
     assert_same(saves.state, safetensors.load_file(tmp_path / "net.safetensors"))
     torch.save(saves.state["proj.bias"].clone(), tmp_path / "same.pt")
     assert (tmp_path / "bias.pt").stat().st_size == (tmp_path / "same.pt").stat().st_size
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tied_weight_is_one_tensor_in_a_state_dict_and_once_in_a_file(mode, tmp_path):
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.states = [pl_module.state_dict(), pl_module.state_dict(keep_vars=True)]
+            torch.save(self.states[0], tmp_path / "state.pt")
+            self.ours = (tmp_path / "state.pt").stat().st_size
+            self.before = snapshot(pl_module)
+
+    module, saves = make_module(adamw), Saves()
+    module.net.add_module("again", nn.Linear(64, 64, bias=False))
+    module.net.add_module("tied", nn.Linear(64, 64, bias=False))
+    module.net.tied.weight = module.net.again.weight
+    make_trainer(plugin_for(mode), callbacks=saves).fit(module, loader(make_batches(2)))
+    for state in saves.states:
+        assert state["net.tied.weight"].data_ptr() == state["net.again.weight"].data_ptr()
+        assert_same(saves.before, {name: value.detach() for name, value in state.items()})
+    torch.save({**module.state_dict()}, tmp_path / "plain.pt")  # after fit the module is a plain one, of fp32
+    assert saves.ours <= (tmp_path / "plain.pt").stat().st_size + 1024
