@@ -143,7 +143,7 @@ def test_copies_of_a_parametrised_layer_share_their_class_and_not_their_precisio
 @pytest.mark.parametrize("precision", HALVES)
 def test_pruning_masks_are_fp32_in_checkpoints_and_afterwards(precision):
     def prune(layer):
-        nn.utils.prune.random_unstructured(layer, "weight", 0.5)
+        nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
 
     module, plain = fit_both(precision, prune)
     assert torch.equal(module.net[0].weight_mask, plain.net[0].weight_mask)
