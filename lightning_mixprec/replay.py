@@ -72,10 +72,8 @@ class Replayer:
 
     @property
     def devices(self) -> list[int]:
-        """Devices, besides the CPU, whose random numbers a call may draw."""
-        return (
-            list(range(torch.cuda.device_count())) if self._device_type == "cuda" else []
-        )  # no matter which is current
+        """Devices, besides the CPU, whose random numbers a call may draw, whichever is the current one."""
+        return list(range(torch.cuda.device_count())) if self._device_type == "cuda" else []
 
     def outputs(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, fp32: bool, keep: bool = False
