@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mixprec.in_fp32 import InFp32, operation, written_to
+from lightning_mixprec.in_fp32 import InFp32, is_plain, operation, written_to
 from lightning_mixprec.storage import Bucket
 from lightning_mixprec.widening import HALF
 
@@ -42,7 +42,9 @@ class Weights:
 
     def of(self, tensor: Any) -> nn.Parameter | None:
         """The weight, or None if it is something else."""
-        if not isinstance(tensor, Tensor) or tensor.dtype not in HALF or tensor.layout != torch.strided:
+        if not isinstance(tensor, Tensor) or not is_plain(tensor):
+            return None
+        if tensor.dtype not in HALF or tensor.layout != torch.strided:
             return None
         bucket, _ = self._buckets.get(tensor.untyped_storage().data_ptr(), (None, 0))
         if bucket is None:

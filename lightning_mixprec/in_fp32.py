@@ -54,14 +54,17 @@ class InFp32:
         if name not in _FOLLOWED:
             return func(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if not any(self.of(each) is not None or is_source(each) for each in given):
+        if not all(map(is_plain, given)) or not any(self.of(each) is not None or is_source(each) for each in given):
             return func(*args, **kwargs)
         written = written_to(func, args, kwargs)
         if any(each.dtype == torch.float32 for each in written) or (name not in _SAME_VALUES and kwargs.get("dtype")):
             return func(*args, **kwargs)
         wide_args, wide_kwargs = tree_map_only(Tensor, self._wide, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
-        wide = wide_args[0].to(result.device) if name in _SAME_VALUES else func(*wide_args, **wide_kwargs)
+        try:
+            wide = wide_args[0].to(result.device) if name in _SAME_VALUES else func(*wide_args, **wide_kwargs)
+        except RuntimeError:  # a mix of dtypes that fp32 is not taken in; a look must not end what it looks at
+            return result
         for one, other in zip(tree_leaves(result), tree_leaves(wide), strict=False):
             if isinstance(one, Tensor) and one.is_floating_point() and not is_source(one):
                 self._results[one] = other
@@ -74,6 +77,16 @@ class InFp32:
     def clear(self) -> None:
         """Forget everything."""
         self._results.clear()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether operations on it are torch's own, and it has memory: fp8 tensors of torchao, fake ones, shards have none.
+
+    Example:
+        >>> is_plain(torch.nn.Parameter(torch.ones(1)))
+        True
+    """
+    return bool(type(tensor).__torch_dispatch__ == Tensor.__torch_dispatch__)
 
 
 @lru_cache
