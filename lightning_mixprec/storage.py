@@ -318,7 +318,8 @@ def _columns(words: int) -> int:
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Arbitrary odd numbers, always the same ones: int64 [count], a view of memory that buckets share."""
-    return _odd_numbers_of(2 ** (count - 1).bit_length(), device)[:count]
+    step = 2 ** max(count.bit_length() - 4, 0)  # little more than is needed, and of few different lengths
+    return _odd_numbers_of(-(-count // step) * step, device)[:count]
 
 
 @lru_cache
