@@ -97,7 +97,7 @@ class StateHooks:
                 value = in_memory_of_its_own(value)
                 kept = isinstance(state_dict[key], nn.Parameter)  # as `keep_vars=True` has them
                 state_dict[key] = nn.Parameter(value, tensor.requires_grad) if kept else value
-                _SHOWN[tensor] = weakref.ref(state_dict[key])
+                _SHOWN[tensor] = key, weakref.ref(state_dict[key])
 
     def _read(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -110,13 +110,14 @@ class StateHooks:
                 state_dict[prefix + name] = param.detach().clone()
 
 
-_SHOWN: Any = WeakIdKeyDictionary()  # by tensor of a module: what stood for it in a state dict last
+_SHOWN: Any = WeakIdKeyDictionary()  # by tensor of a module: the name and what stood for it in a state dict last
 
 
 def _shown_already(tensor: Tensor, state_dict: dict[str, Any]) -> Tensor | None:
     """What stands for a tied tensor under another name, so that it is one tensor there too, and once in a file."""
-    shown: Tensor | None = _SHOWN.get(tensor, lambda: None)()
-    return shown if shown is not None and any(shown is each for each in state_dict.values()) else None
+    key, shown = _SHOWN.get(tensor, ("", lambda: None))
+    found: Tensor | None = state_dict.get(key)
+    return found if found is not None and found is shown() else None
 
 
 def in_memory_of_its_own(tensor: Tensor) -> Tensor:

@@ -213,9 +213,18 @@ def test_weights_are_saved_alone_or_by_others_in_mid_fit(mode, tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_tied_weight_is_one_tensor_in_a_state_dict_and_once_in_a_file(mode, tmp_path):
     class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            self.states = [pl_module.state_dict(), pl_module.state_dict(keep_vars=True)]
-            torch.save(self.states[0], tmp_path / "state.pt")
+        def __init__(self):
+            self.again = {}
+
+        def on_after_backward(self, trainer, pl_module):
+            pl_module.net.again.weight.grad = torch.ones_like(pl_module.net.again.weight)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.again = pl_module.state_dict(destination=self.again)  # in the second batch, over that of the first
+            if batch_idx == 0:
+                return
+            self.states = [self.again, pl_module.state_dict(keep_vars=True), pl_module.state_dict()]
+            torch.save(self.states[-1], tmp_path / "state.pt")
             self.ours = (tmp_path / "state.pt").stat().st_size
             self.before = snapshot(pl_module)
 
