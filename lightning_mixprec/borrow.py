@@ -225,23 +225,21 @@ class Borrower:
         inverse_scale: Tensor | None,
         skip: Tensor | None,
     ) -> Any:
-        scratch = Scratch()
-        fused = self._fused
-        fused.skip, fused.edited = skip, self._edited
+        self._fused.skip, self._fused.edited = skip, self._edited
         self._halfway = True
         try:
-            for group, layout in zip(groups, layouts, strict=True):
-                fused.step_own(group, layout.own, inverse_scale)
-                for bucket, places in layout.places.items():
-                    state = self._states.setdefault(bucket, BucketState(bucket))
-                    params = [bucket.params[place] for place in places]
-                    fused.step_bucket(group, bucket, params, state, scratch, inverse_scale)
+            self._fused.step(groups, layouts, self._state_of, inverse_scale)
             with ExitStack() as nothing:  # left to do: but schedulers watch for the call
                 for group in groups:
                     nothing.enter_context(holding(group, []))
                 return call()
         finally:
             self._halfway = False
+
+    def _state_of(self, bucket: Bucket) -> BucketState:
+        if bucket not in self._states:
+            self._states[bucket] = BucketState(bucket)
+        return self._states[bucket]
 
     @contextmanager
     def _lend(
@@ -262,7 +260,7 @@ class Borrower:
             return
         bucket.adopt(self._edited)
         values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
-        state = self._states.setdefault(bucket, BucketState(bucket))
+        state = self._state_of(bucket)
         flat_state = state.take(self.optimizer.state) if self.way == "flat" and state.suits(params) else None
         if flat_state is None:
             state.release()
@@ -296,7 +294,7 @@ class Borrower:
             for bucket, places in self._layouts.of(group).places.items():
                 if bucket not in values:
                     bucket.adopt(self._edited)
-                    self._states.setdefault(bucket, BucketState(bucket)).release()
+                    self._state_of(bucket).release()
                     values[bucket] = bucket.read()
                 for place in places:
                     param = bucket.params[place]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 
 from lightning_mixprec.bucket_state import BucketState, widen
-from lightning_mixprec.scratch import Scratch, gather_gradients
+from lightning_mixprec.layout import Layout
+from lightning_mixprec.scratch import are_small, gather_gradients
 from lightning_mixprec.storage import Bucket
 
 
@@ -48,48 +48,68 @@ class FusedAdam:
         self.edited: bool | Tensor | None = None
         self._optimizer = optimizer
         self._unscale = unscale
-        self._counts: dict[int, _Counts] = defaultdict(_Counts)  # by the group's identity
+        self._counts: dict[Any, _Counts] = defaultdict(_Counts)  # by identity of group and bucket, device and dtype
 
-    def step_own(self, group: dict[str, Any], params: Sequence[nn.Parameter], inverse_scale: Tensor | None) -> None:
-        """Step fp32 parameters on their own values."""
-        shown = [param for param in params if param.grad is not None]
-        self._unscale(shown, inverse_scale)
-        self._kernel(group, shown, shown)
-
-    def step_bucket(
+    def step(
         self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        params: Sequence[nn.Parameter],
-        state: BucketState,
-        scratch: Scratch,
+        groups: Sequence[dict[str, Any]],
+        layouts: Sequence[Layout],
+        state_of: Callable[[Bucket], BucketState],
         inverse_scale: Tensor | None,
     ) -> None:
-        """Step those of ``params``, all or some of the bucket's, that have a gradient, on their fp32 values."""
-        shown = [param for param in params if param.grad is not None]
-        if not shown:
-            return
-        bucket.adopt(self.edited)
-        mark = scratch.mark()
-        values = bucket.read(None if bucket.master is not None else scratch.take(bucket))
-        flat = state.gather(self._optimizer.state) if state.suits(shown) else None
-        grads = None
-        if flat is None:
-            state.release()
-            self._unscale(shown, inverse_scale)
-            self._kernel(group, shown, [bucket.view(values, bucket.index[param]) for param in shown])
-        else:
-            grads = gather_gradients(bucket, scratch.take(bucket), inverse_scale)
-            _fused_adam(group, [values], [grads], [flat], self.skip)
-            if state.shown:
-                state.count()
-            else:
-                state.scatter(self._optimizer.state, flat)
-        unread = self.edited if isinstance(self.edited, Tensor) else None
-        bucket.write(values, grads, unless=unread)  # while it is in the cache
-        scratch.reset(mark)
+        """Step all parameters that have a gradient, on their fp32 values.
 
-    def _kernel(self, group: dict[str, Any], params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        Args:
+            groups: The optimizer's.
+            layouts: Where the parameters of each are.
+            state_of: Gives the optimizer's state of a bucket.
+            inverse_scale: What gradients have to be multiplied by first, fp32 []; None for 1.
+        """
+        buckets = [bucket for layout in layouts for bucket in layout.places]
+        room, values = _rooms(buckets), _rooms([bucket for bucket in buckets if bucket.master is None])
+        for group, layout in zip(groups, layouts, strict=True):
+            kernel = _Kernel(group, self.skip)
+            own = [param for param in layout.own if param.grad is not None]
+            self._unscale(own, inverse_scale)
+            self._step_each(kernel, None, own, own)
+            # A kernel leaves nothing of the interpreter in the cache: what can be done for all buckets before the first
+            # one's turn takes a third of the time that it would between two.
+            turns = []
+            for bucket, places in layout.places.items():
+                shown = [param for place in places if (param := bucket.params[place]).grad is not None]
+                if shown:
+                    device, size = bucket.half.device, bucket.numel
+                    lent = room[device][:size], values[device][:size] if bucket.master is None else None
+                    turns.append(_Turn(bucket, shown, state_of(bucket), *lent))
+                    turns[-1].gather_state(kernel, self._optimizer.state)
+            counts = [turn.flat["step"] for turn in turns if turn.flat is not None]
+            kernel.count(counts)
+            for turn in turns:
+                self._take(turn, kernel, inverse_scale)
+            kernel.uncount(counts)
+            for turn in turns:
+                if turn.flat is not None:
+                    turn.state.count()
+
+    def _take(self, turn: _Turn, kernel: _Kernel, inverse_scale: Tensor | None) -> None:
+        bucket = turn.bucket
+        bucket.adopt(self.edited)
+        values = bucket.read(turn.values)
+        if turn.flat is not None:
+            gather_gradients(bucket, turn.room, inverse_scale, turn.parts)
+            kernel([values], [turn.room], [turn.flat], [turn.flat["step"]])
+        else:
+            turn.state.release()
+            self._unscale(turn.shown, inverse_scale)
+            parts = [bucket.view(values, bucket.index[param]) for param in turn.shown]
+            self._step_each(kernel, bucket, turn.shown, parts)
+        unread = self.edited if isinstance(self.edited, Tensor) else None
+        bucket.write(values, turn.room, unless=unread)  # while it is in the cache
+
+    def _step_each(
+        self, kernel: _Kernel, bucket: Bucket | None, params: Sequence[nn.Parameter], values: Sequence[Tensor]
+    ) -> None:
+        """Step parameters as tensors of their own: some of ``bucket``'s, or fp32 ones."""
         grads: list[Any] = [param.grad for param in params]
         if any(grad.is_sparse for grad in grads):
             raise RuntimeError(
@@ -99,7 +119,112 @@ class FusedAdam:
         states = [self._optimizer.state[param] for param in params]
         if not {state["exp_avg"].dtype for state in states if state} <= {torch.float32}:
             widen(states)
-        _fused_adam(group, list(values), grads, states, self.skip, self._counts[id(group)])
+        alike: dict[Any, list[Any]] = defaultdict(list)  # what goes into one call
+        for value, grad, state in zip(values, grads, states, strict=True):
+            kernel.make_state(state, value)
+            alike[value.device, value.dtype].append((value, grad, state))
+        for kind, each in alike.items():
+            all_counts, counts = self._counts[id(kernel.group), id(bucket), kind].of([state for _, _, state in each])
+            kernel.count([all_counts])
+            kernel(
+                [value for value, _, _ in each], [grad for _, grad, _ in each], [state for _, _, state in each], counts
+            )
+            kernel.uncount([all_counts])
+
+
+class _Turn:
+    """What a bucket's part in a step takes, found before it is its turn.
+
+    Attributes:
+        shown: The parameters that step.
+        state: The optimizer's, of the bucket.
+        room: Memory for gradients, fp32 [n].
+        values: Memory for values, fp32 [n]; None where they are stored as such.
+        flat: The state, if the bucket can step as one tensor.
+        parts: Of ``room``, one for each parameter, if gradients are copied one by one then.
+    """
+
+    def __init__(
+        self, bucket: Bucket, shown: list[nn.Parameter], state: BucketState, room: Tensor, values: Tensor | None
+    ) -> None:
+        self.bucket = bucket
+        self.shown = shown
+        self.state = state
+        self.room = room
+        self.values = values
+        self.flat: dict[str, Any] | None = None
+        self.parts: list[Tensor] | None = None
+
+    def gather_state(self, kernel: _Kernel, states: Any) -> None:
+        """Make one tensor of the parameters' state, if it is one."""
+        if self.state.suits(self.shown):
+            self.flat = self.state.gather(states)
+        if self.flat is None:
+            return
+        kernel.make_state(self.flat, self.room)
+        if not self.state.shown:
+            self.state.scatter(states, self.flat)
+        if not are_small(self.bucket):
+            self.parts = self.bucket.views(self.room)
+
+
+class _Kernel:
+    """Torch's kernel, with the settings that a group has now.
+
+    Args:
+        group: Of the optimizer.
+        skip: See :class:`FusedAdam`.
+    """
+
+    def __init__(self, group: dict[str, Any], skip: Tensor | None) -> None:
+        self.group = group
+        self._skip = skip
+        self._kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        beta1, beta2 = map(float, group["betas"])
+        self._settings = {
+            "amsgrad": group["amsgrad"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "maximize": group["maximize"],
+            "found_inf": skip,
+        }
+
+    def make_state(self, state: dict[str, Any], value: Tensor) -> None:
+        """Fill the state of a value that has not been stepped yet."""
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
+            for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if self.group["amsgrad"] else [])):
+                state[key] = torch.zeros_like(value, requires_grad=False)
+
+    def count(self, steps: list[Tensor]) -> None:
+        """Count a step, before the kernel is called for it."""
+        if steps:
+            torch._foreach_add_(steps, 1)
+
+    def uncount(self, steps: list[Tensor]) -> None:
+        """Count it no more if it was skipped, afterwards."""
+        if steps and self._skip is not None:
+            torch._foreach_sub_(steps, [self._skip] * len(steps))
+
+    def __call__(
+        self, values: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[dict[str, Any]], steps: list[Tensor]
+    ) -> None:
+        """One step on fp32 values of one device, with gradients of theirs and as many steps counted as it makes."""
+        lr = self.group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            lr = lr.to(values[0].device)
+        self._kernel(
+            list(values),
+            list(grads),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if self.group["amsgrad"] else [],
+            steps,
+            lr=lr,
+            **self._settings,
+        )
 
 
 class _Counts:
@@ -126,59 +251,9 @@ class _Counts:
         return self._all, self._each
 
 
-def _fused_adam(
-    group: dict[str, Any],
-    values: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    skip: Tensor | None,
-    counts: _Counts | None = None,
-) -> None:
-    """The kernel, on parameters of one group; ``counts`` are those of the last time."""
-    if not values:
-        return
-    for value, state in zip(values, states, strict=True):
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
-            state["exp_avg"] = torch.zeros_like(value, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(value, requires_grad=False)
-            if group["amsgrad"]:
-                state["max_exp_avg_sq"] = torch.zeros_like(value, requires_grad=False)
-    beta1, beta2 = group["betas"]
-    tensors = (
-        values,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-    )
-    settings = {
-        "amsgrad": group["amsgrad"],
-        "beta1": beta1,
-        "beta2": beta2,
-        "lr": group["lr"],
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "maximize": group["maximize"],
-    }
-    decoupled = group["decoupled_weight_decay"]
-    numbers = not any(isinstance(each, Tensor) for each in (beta1, beta2, group["lr"]))
-    if numbers and len({(value.device, value.dtype) for value in values}) == 1:
-        count, each = (states[0]["step"], [states[0]["step"]]) if counts is None else counts.of(states)
-        count.add_(1)
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        kernel(*tensors, each, **settings, found_inf=skip)
-        if skip is not None:
-            count.sub_(skip)
-        return
-    adam(
-        *tensors,
-        [state["step"] for state in states],
-        foreach=False,
-        fused=True,
-        capturable=group["capturable"],
-        found_inf=skip,
-        decoupled_weight_decay=decoupled,
-        has_complex=False,
-        **settings,
-    )
+def _rooms(buckets: Sequence[Bucket]) -> dict[torch.device, Tensor]:
+    """Fp32 memory on each device that any of ``buckets`` fits into: they use it one after the other."""
+    sizes: dict[torch.device, int] = {}
+    for bucket in buckets:
+        sizes[bucket.half.device] = max(bucket.numel, sizes.get(bucket.half.device, 0))
+    return {device: torch.empty(size, device=device) for device, size in sizes.items()}

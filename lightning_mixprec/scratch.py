@@ -33,28 +33,35 @@ class Scratch:
         self._taken.append(torch.empty(size, device=device))
         return self._taken[-1]
 
-    def mark(self) -> int:
-        """A point in time, for :meth:`reset`."""
-        return len(self._taken)
-
-    def reset(self, mark: int = 0) -> None:
-        """Take back what was taken since ``mark``."""
-        self._free += self._taken[mark:]
-        del self._taken[mark:]
+    def reset(self) -> None:
+        """Take back all that was taken."""
+        self._free += self._taken
+        self._taken.clear()
 
 
-def gather_gradients(bucket: Bucket, out: Tensor, inverse_scale: Tensor | None) -> Tensor:
-    """The bucket's gradients end to end in ``out``, fp32 [n], times ``inverse_scale`` (None: they are true already)."""
+def are_small(bucket: Bucket) -> bool:
+    """Whether copying the parameters' gradients one by one costs more than a second pass over all."""
+    return bucket.packed and bucket.numel < 2**14 * len(bucket.params)
+
+
+def gather_gradients(
+    bucket: Bucket, out: Tensor, inverse_scale: Tensor | None, views: list[Tensor] | None = None
+) -> Tensor:
+    """The bucket's gradients end to end, times a factor.
+
+    Args:
+        bucket: The bucket; all its parameters have a gradient.
+        out: fp32 [n], written and returned.
+        inverse_scale: The factor, fp32 []; None for 1.
+        views: Of ``out``, one for each parameter, if they are at hand; needed unless :func:`are_small`.
+    """
     grads: list[Any] = [param.grad for param in bucket.params]
-    small = bucket.packed and bucket.used < 2**14 * len(grads)
-    if small and len({grad.dtype for grad in grads}) == 1 and all(map(Tensor.is_contiguous, grads)):
-        out[: bucket.used].copy_(torch._utils._flatten_dense_tensors(grads))  # one pass for many tensors
+    if are_small(bucket) and len({grad.dtype for grad in grads}) == 1 and all(map(Tensor.is_contiguous, grads)):
+        out.copy_(torch._utils._flatten_dense_tensors(grads))  # one pass for many tensors
     else:
         if not bucket.packed:
             out.zero_()
-        torch._foreach_copy_(bucket.views(out), grads)
-    if bucket.used < out.numel():
-        out[bucket.used :].zero_()
+        torch._foreach_copy_(bucket.views(out) if views is None else views, grads)
     if inverse_scale is not None:
         out.mul_(inverse_scale)
     return out

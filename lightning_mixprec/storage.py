@@ -11,7 +11,6 @@ What it leaves out: which bits these are (:mod:`lightning_mixprec.encoding`), op
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import isqrt
 from typing import Any, Literal, TypeAlias
 
@@ -23,9 +22,10 @@ from lightning_mixprec.encoding import decode_, encode_, round_
 Masters: TypeAlias = Literal["fp32", "split", "split24", "none"]
 EXTRA_BITS: dict[str, int] = {"split": 16, "split24": 8, "none": 0}  # beside the 16 of the parameter
 
-# Words of a large bucket's fingerprint that are about this many apart are added up before they are weighed. So many
-# that the sum runs at the speed of memory, and so few that the weights are small beside the bucket.
-_COLUMNS = 2**14
+# A fingerprint adds up words that are far apart, about this many to a sum: it is that much smaller than the parameters,
+# and long enough that adding up runs at the speed of memory. It has at least so many sums, where there are the words.
+_WORDS_IN_A_SUM = 32
+_LEAST_SUMS = 2**10
 _ALIGNMENT = {"cpu": 1}  # elements between which parameters start; elsewhere 8, the 16 bytes that GPU kernels ask for
 
 
@@ -50,8 +50,7 @@ class Bucket:
         generator: For stochastic rounding.
 
     Attributes:
-        half: 16-bit [n], the memory of the parameters, at its end up to three elements of padding.
-        used: Elements before that padding.
+        half: 16-bit [n], the memory of the parameters.
         packed: Whether contiguous tensors of the parameters' shapes, end to end, are in the bucket's order.
         seamless: Whether kernels see the same vectors in the flat tensor as in each parameter by itself, because no
             vector of up to 16 elements reaches from one into the next; or nearly the same, because each is large.
@@ -86,13 +85,11 @@ class Bucket:
         for param in self.params:
             self.starts.append(size)
             size += -(-param.numel() // alignment) * alignment
-        self.used = size
         self.packed = size == sum(param.numel() for param in self.params if param.is_contiguous())
         sizes = [param.numel() for param in self.params[:-1]]
         self.seamless = self.packed and all(size % 16 == 0 or size >= 2**16 for size in sizes)
         self.index = {param: place for place, param in enumerate(self.params)}
         words = -(-size // 4)  # of 64 bits: what the fingerprint looks at, in rows of equal length
-        size = 4 * words
         self._columns = _columns(words)
         self._memory = torch.zeros(-(-words // self._columns) * self._columns * 4, dtype=dtype, device=device)
         self._view_words()
@@ -102,7 +99,7 @@ class Bucket:
         if masters in ("split", "split24"):
             self.rest = torch.zeros(size, dtype=torch.int16 if masters == "split" else torch.int8, device=device)
         self._layouts = [_layout(param) for param in self.params]
-        self._fingerprint = torch.zeros((), dtype=torch.int64, device=device)
+        self._fingerprint = torch.zeros(self._columns, dtype=torch.int64, device=device)
         flat = torch.zeros(size, dtype=torch.float32, device=device) if self.master is None else self.master
         for index, value in enumerate(values):
             self.view(flat, index).copy_(value)
@@ -114,12 +111,11 @@ class Bucket:
 
     def _view_words(self) -> None:
         self._words = self._memory.view(torch.int64).view(-1, self._columns)
-        self._weights = _odd_numbers(self._columns, self._memory.device)
         self._pointers = [self._memory.data_ptr() + start * self._memory.element_size() for start in self.starts]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the second view of the same memory, which torch.save (of a whole module) would refuse."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_words", "_weights")}
+        return {key: value for key, value in self.__dict__.items() if key != "_words"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """With it."""
@@ -128,7 +124,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Elements, those between parameters included."""
         return self.half.numel()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
@@ -177,8 +173,10 @@ class Bucket:
                 rounded = torch.empty_like(self.half)
                 round_(self.master, rounded, scratch)
                 torch.where(unless, self.half, rounded, out=self.half)
-        fingerprint = self._take_fingerprint()
-        self._fingerprint = fingerprint if unless is None else torch.where(unless, self._fingerprint, fingerprint)
+        if unless is None:
+            torch.sum(self._words, 0, out=self._fingerprint)
+        else:
+            self._fingerprint = torch.where(unless, self._fingerprint, self._take_fingerprint())
         self.writes += 1
 
     def values_of(self, index: int) -> Tensor:
@@ -204,14 +202,15 @@ class Bucket:
     def _peek_written(self, index: int) -> Tensor:
         """Likewise, of what was written into the memory that is a parameter's part of :attr:`half`."""
         half, values = self.view(self.half, index), self.values_of(index)
-        if reads_at_once(self.half.device) and torch.equal(self._take_fingerprint(), self._fingerprint):
+        edited = self._differs(self._take_fingerprint())
+        if edited is False:
             return values
         if self.master is not None:
             span = self._span(index)
             rounded = torch.empty_like(self.half[span])
             round_(self.master[span], rounded)  # of all parameters a state dict asks, one by one
             kept = rounded.as_strided(*self._layouts[index]) == half
-            return torch.where(kept | (self._take_fingerprint() == self._fingerprint), values, half.float())
+            return torch.where(kept if edited is True else kept | ~edited, values, half.float())
         return torch.where(half == 0, 0, values) if self.rest is not None else values
 
     def set_values_of(self, index: int, value: Tensor) -> None:
@@ -235,7 +234,7 @@ class Bucket:
         else is read there.
         """
         self._alias()
-        return self._take_fingerprint() != self._fingerprint
+        return (self._take_fingerprint() != self._fingerprint).any()
 
     def adopt(self, edited: bool | Tensor | None = None) -> None:
         """Take over what was written into the parameters from outside since the last :meth:`write`.
@@ -255,28 +254,33 @@ class Bucket:
 
     def _take_over(self) -> None:
         fingerprint = self._take_fingerprint()
-        if reads_at_once(self.half.device) and torch.equal(fingerprint, self._fingerprint):
+        edited = self._differs(fingerprint)
+        if edited is False:
             return
         if self.master is not None:
             rounded = torch.empty_like(self.half)
             round_(self.master, rounded)
-            edited = (rounded != self.half) & (fingerprint != self._fingerprint)
-            torch.where(edited, self.half, self.master, out=self.master)
+            torch.where((rounded != self.half) & edited, self.half, self.master, out=self.master)
         elif self.rest is not None:
-            self.rest.masked_fill_((fingerprint != self._fingerprint) & (self.half == 0), 0)
+            self.rest.masked_fill_((self.half == 0) & edited, 0)
         self._fingerprint = fingerprint
 
-    def stamp(self) -> tuple[int, int]:
+    def stamp(self) -> tuple[int, bytes]:
         """Another one as soon as any value has been written, here or into a parameter. Waits for the device."""
-        return self.writes, int(self._take_fingerprint())
+        return self.writes, self._take_fingerprint().cpu().numpy().tobytes()
 
     def _take_fingerprint(self) -> Tensor:
-        """A number, int64 [], that depends on the parameters' bits and on where they stand: shows whether any changed.
+        """Numbers that depend on the parameters' bits and on where they stand, int64: shows whether any changed.
 
-        Sums over the columns of a table of 64-bit words, each with an odd weight of its own: one pass at the speed of
-        memory. Not by torch.dot, which has no integers on CUDA.
+        The sums over the columns of a table of 64-bit words: one pass at the speed of memory.
         """
-        return self._words.sum(0).mul_(self._weights).sum()
+        return self._words.sum(0)
+
+    def _differs(self, fingerprint: Tensor) -> bool | Tensor:
+        """From the one of the last :meth:`write`: bool [] where looking at it would wait for the device."""
+        if reads_at_once(fingerprint.device):
+            return not torch.equal(fingerprint, self._fingerprint)
+        return (fingerprint != self._fingerprint).any()
 
     def _span(self, index: int) -> slice:
         return slice(self.starts[index], self.starts[index] + self.params[index].numel())
@@ -304,28 +308,16 @@ class Bucket:
 
 
 def _columns(words: int) -> int:
-    """Length of a row of a fingerprint's table: all words, or the first prime from which few are added for padding.
+    """Length of a row of a fingerprint's table: all words where there are few, else a prime.
 
     A prime, so that what is moved by whole rows or tensors changes its column.
     """
-    if words < 2**16:
-        return words
-    columns = -(-words // (words // _COLUMNS))
+    columns = max(words // _WORDS_IN_A_SUM, _LEAST_SUMS)
+    if words <= columns:
+        return max(words, 1)
     while any(columns % divisor == 0 for divisor in range(2, isqrt(columns) + 1)):
         columns += 1
     return columns
-
-
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """Arbitrary odd numbers, always the same ones: int64 [count], a view of memory that buckets share."""
-    step = 2 ** max(count.bit_length() - 4, 0)  # little more than is needed, and of few different lengths
-    return _odd_numbers_of(-(-count // step) * step, device)[:count]
-
-
-@lru_cache
-def _odd_numbers_of(count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).bitwise_or_(1).to(device)
 
 
 def _layout(param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:

@@ -81,7 +81,7 @@ TORCH_ONLY = {
     "probe": set(),
     "bucket_state": {"storage", "widening"},
     "scratch": {"storage"},
-    "fused_adam": {"bucket_state", "scratch", "storage"},
+    "fused_adam": {"bucket_state", "layout", "scratch", "storage"},
     "step_guard": set(),
     "exchange": {"bucket_state"},
     "layout": {"storage", "wide_gradients"},

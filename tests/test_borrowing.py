@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mixprec import MasterWeightPrecision, fused_adam
+from lightning_mixprec import MasterWeightPrecision
 from lightning_mixprec.probe import classify
 
 
@@ -321,13 +321,13 @@ def test_a_state_dict_taken_in_the_middle_of_a_step_is_refused():
 
 def test_a_state_dict_taken_in_the_middle_of_a_fused_step_is_refused(monkeypatch):
     module = Exact(lambda params: AdamW(params, lr=0.01, fused=True))
-    kernel = fused_adam._fused_adam
+    kernel = torch._fused_adamw_
 
-    def interrupted(*args):
-        kernel(*args)
+    def interrupted(*args, **settings):
+        kernel(*args, **settings)
         module.trainer.optimizers[0].state_dict()
 
-    monkeypatch.setattr(fused_adam, "_fused_adam", interrupted)
+    monkeypatch.setattr(torch, "_fused_adamw_", interrupted)
     with pytest.raises(RuntimeError, match="AdamW." + REFUSED):
         make_trainer(MasterWeightPrecision("bf16")).fit(module, loader([0]))
     assert {weight.dtype for weight in module.weights} == {torch.float32}
