@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mixprec.in_fp32 import InFp32, is_plain, operation, written_to
@@ -109,7 +108,10 @@ class LostEdits:
             pairs = zip(writes, puts, strict=True)
             wanted = [self._meant(put, each, weights) for each, put in pairs if weights.of(each) is not None]
         else:
-            wanted = _in_fp32(func, args, kwargs, [each for _, each in written])
+            copies = {each: each.float() for _, each in written}
+            if self._in_fp32.repeat(func, args, kwargs, copies) is None:
+                return func(*args, **kwargs)
+            wanted = [copies[each] for _, each in written]
         result = func(*args, **kwargs)
         for (param, tensor), old, new in zip(written, before, wanted, strict=True):
             arrived = tensor.float() - old
@@ -271,14 +273,3 @@ def _together(one: Any, other: Any, result: Any) -> Iterator[tuple[Any, Any, Any
         return
     others = other if isinstance(other, (list, tuple)) else [other] * len(one)
     yield from zip(one, others, result if isinstance(result, (list, tuple)) else one, strict=False)
-
-
-def _in_fp32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: list[Tensor]) -> list[Tensor | None]:
-    """What would stand in ``written`` after ``func``."""
-    wide = {id(tensor): tensor.float() for tensor in written}
-
-    def widened(tensor: Tensor) -> Tensor:
-        return wide[id(tensor)] if id(tensor) in wide else tensor.float() if tensor.dtype in HALF else tensor
-
-    func(*tree_map_only(Tensor, widened, args), **tree_map_only(Tensor, widened, dict(kwargs)))
-    return [wide[id(tensor)] for tensor in written]

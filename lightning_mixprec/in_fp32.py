@@ -51,24 +51,46 @@ class InFp32:
     ) -> Any:
         """What ``func`` gives; followed, if anything it is given is a source or has been followed."""
         name = operation(func)
-        if name not in _FOLLOWED:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)] if name in _FOLLOWED else []
+        if not any(is_plain(each) and (self.of(each) is not None or is_source(each)) for each in given):
             return func(*args, **kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if not all(map(is_plain, given)) or not any(self.of(each) is not None or is_source(each) for each in given):
+        if name in _SAME_VALUES:
+            result = func(*args, **kwargs)
+            wide: Any = self._wide(args[0]).to(result.device)
+        elif kwargs.get("dtype") or any(each.dtype == torch.float32 for each in written_to(func, args, kwargs)):
             return func(*args, **kwargs)
-        written = written_to(func, args, kwargs)
-        if any(each.dtype == torch.float32 for each in written) or (name not in _SAME_VALUES and kwargs.get("dtype")):
-            return func(*args, **kwargs)
-        wide_args, wide_kwargs = tree_map_only(Tensor, self._wide, (tuple(args), dict(kwargs)))
-        result = func(*args, **kwargs)
-        try:
-            wide = wide_args[0].to(result.device) if name in _SAME_VALUES else func(*wide_args, **wide_kwargs)
-        except RuntimeError:  # a mix of dtypes that fp32 is not taken in; a look must not end what it looks at
-            return result
+        else:
+            wide = self.repeat(func, args, kwargs, {})  # before what it is given is written to
+            result = func(*args, **kwargs)
         for one, other in zip(tree_leaves(result), tree_leaves(wide), strict=False):
-            if isinstance(one, Tensor) and one.is_floating_point() and not is_source(one):
+            if isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_floating_point() and not is_source(one):
                 self._results[one] = other
         return result
+
+    def repeat(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Mapping[Tensor, Tensor]
+    ) -> tuple[Any] | None:
+        """Call ``func`` with fp32 values.
+
+        Args:
+            func: An operation.
+            args: Of it, 16-bit ones among them.
+            kwargs: Likewise.
+            copies: What is to be given in place of some of them, and may be written to.
+
+        Returns:
+            (What it gives,), or None if it does not take them: a look must not end what it looks at.
+        """
+        if not all(is_plain(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)):
+            return None
+
+        def wide(tensor: Tensor) -> Tensor:
+            return copies[tensor] if tensor in copies else self._wide(tensor)
+
+        try:
+            return (func(*tree_map_only(Tensor, wide, tuple(args)), **tree_map_only(Tensor, wide, dict(kwargs))),)
+        except RuntimeError:  # a mix of dtypes, for one
+            return None
 
     def _wide(self, tensor: Tensor) -> Tensor:
         found = self.of(tensor)
