@@ -164,8 +164,6 @@ class MasterWeightAveraging(WeightAveraging):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where the step counter stands, which a checkpoint may have set."""
-        plugin = _plugin(pl_module)
-        self._earlier_steps = 0 if plugin is None else plugin.real_steps - plugin.taken_steps
         self._real_steps = self._count(pl_module)
 
     def on_train_batch_end(
@@ -177,9 +175,8 @@ class MasterWeightAveraging(WeightAveraging):
             self._update(pl_module)
 
     def _count(self, pl_module: LightningModule) -> int:
-        """Real steps, without a wait for the device."""
         plugin = _plugin(pl_module)
-        return pl_module.trainer.global_step if plugin is None else self._earlier_steps + plugin.taken_steps
+        return pl_module.trainer.global_step if plugin is None else plugin.real_steps
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the average where a subclass's ``should_update(epoch_idx=...)`` says so."""

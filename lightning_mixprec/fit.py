@@ -320,7 +320,7 @@ class Fit:
         self._partial = state.get("partial_gradients", {})
         self._partial_holds_next = state.get("partial_gradients_hold_next_batch", False)
         optimizers = self._ledger.optimizers
-        skips = state.get("skips_by_optimizer", [int(self._scaler.consecutive_skips)] * len(optimizers))
+        skips = state.get("skips_by_optimizer", [self._scaler.consecutive_skips] * len(optimizers))
         self._ledger.consecutive_skips.update(zip(optimizers, skips, strict=False))
         if self._frequencies is not None:
             self._frequencies.load_state_dict(state.get("pushed_back_schedules", []))

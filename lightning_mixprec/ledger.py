@@ -269,7 +269,7 @@ class GradientLedger:
         skip = flags[self.optimizers.index(optimizer)]
         self._edited = None
         if looked and not self._edits_are_usual:  # where they are, as of weights that are clipped, masters always adopt
-            edits = flags[len(self.optimizers) + 1]
+            edits = flags[-1]
             skip, self._edited = torch.maximum(skip, edits), edits != 0
         return skip
 
@@ -293,19 +293,28 @@ class GradientLedger:
         return found
 
     def _agree(self, optimizer: Optimizer) -> tuple[Tensor, bool]:
-        """The flags of all optimizers, the notice and edits, the largest of all ranks each; and where the ranks stand.
+        """The flags of all optimizers, and what else :meth:`_answer` wants to know, the largest of all ranks each.
 
         Returns:
-            Them, and whether edits were looked for.
+            Fp32 [n]: the flags; the notice, where the host does not know it; edits, if they were looked for; with
+            several ranks, where these stand. And whether edits were looked for.
         """
-        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
         if self._keep_gradients:  # the user may have written to them since backward
             for each in self.optimizers:
                 self.note(each)
         edited = None if self._masters is None else self._masters.edited()
-        edits = zero if edited is None else edited.float().view(1)
-        flags = torch.cat([*(self._found.get(each, zero) for each in self.optimizers), zero + self.notice, edits])
-        return send(flags, self._place(optimizer)) if several_ranks() else flags, edited is not None
+        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
+        flags = [self._found.get(each, zero) for each in self.optimizers]
+        if self._asks_about_notice:
+            flags.append(zero + self.notice)
+        if edited is not None:
+            flags.append(edited.float().view(1))
+        sent = torch.cat(flags) if len(flags) > 1 else flags[0]
+        return send(sent, self._place(optimizer)) if several_ranks() else sent, edited is not None
+
+    @property
+    def _asks_about_notice(self) -> bool:
+        return several_ranks() or isinstance(self.notice, Tensor)
 
     def _answer(self, optimizer: Optimizer, values: list[float]) -> tuple[bool, bool]:
         """Whether ``optimizer`` has to skip, and whether there are edits, from what :meth:`_agree` gave.
@@ -314,12 +323,14 @@ class GradientLedger:
         """
         if several_ranks():
             values = receive(values, self._place(optimizer), type(optimizer).__name__)
-        *values, notice, edits = values
-        found = dict(zip(self.optimizers, values, strict=True))
+        count = len(self.optimizers)
+        found = dict(zip(self.optimizers, values[:count], strict=True))
+        notice, *looked = values[count:] if self._asks_about_notice else [self.notice, *values[count:]]
+        edits = any(looked)
         self.noticed, self.notice = self.noticed or bool(notice), False
         self._known = {each: (bool(found[each]), _version(each)) for each in self._pending if each is not optimizer}
-        self._edits_are_usual = bool(edits)
-        return bool(found[optimizer]), bool(edits)
+        self._edits_are_usual = edits
+        return bool(found[optimizer]), edits
 
     def _place(self, optimizer: Optimizer) -> Place:
         index = self.optimizers.index(optimizer)

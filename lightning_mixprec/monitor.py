@@ -187,18 +187,17 @@ class PrecisionMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, plugin: MasterWeightPrecision, step: int
     ) -> None:
         skipped = sum(self._recent)
-        counters = [plugin.scaler.skipped_steps, plugin.scaler.consecutive_skips, plugin.scaler.real_steps]
         scale = self._scale_used if self._scale_used is not None else plugin.scaler.scale
         norm = torch.full_like(scale, math.nan) if self._grad_norm is None else _whole(self._grad_norm)
         # One wait for the device.
-        read = torch.stack([scale.double(), norm.double(), *(counter.double() for counter in counters)]).tolist()
+        read = torch.stack([scale.double(), norm.double()]).tolist()
         values = {
             "loss_scale": read[0],
             "skipped": float(plugin.step_was_skipped),
-            "skipped_total": read[2],
+            "skipped_total": float(plugin.skipped_steps),
             "skip_rate": skipped / max(len(self._recent), 1),
-            "consecutive_skips": read[3],
-            "real_steps": read[4],
+            "consecutive_skips": float(plugin.consecutive_skips),
+            "real_steps": float(plugin.real_steps),
             "fp32_layers": float(len(plugin.fp32_layers)),
         }
         if self._grad_norm is not None:
@@ -209,7 +208,9 @@ class PrecisionMonitor(Callback):
         while self._recent_scales[0][0] <= self._batches - _RECENT:
             self._recent_scales.popleft()
         fp16 = plugin.compute_dtype == torch.float16
-        shown = {"scale": read[0], "skipped": read[2]} if fp16 else {"skipped": read[2]}
+        shown = {"skipped": values["skipped_total"]}
+        if fp16:
+            shown = {"scale": read[0], **shown}
         _show(trainer.progress_bar_metrics, self._on_the_bar, shown)
         told = {name: torch.tensor(value) for name, value in shown.items()}
         _show(trainer.callback_metrics, self._for_callbacks, told)

@@ -177,23 +177,18 @@ class MasterWeightPrecision(Precision):
 
     @property
     def skipped_steps(self) -> int:
-        """Batches whose update was skipped so far. Reads the device."""
-        return int(self.scaler.skipped_steps)
+        """Batches whose update was skipped so far."""
+        return self.scaler.skipped_steps
 
     @property
     def consecutive_skips(self) -> int:
-        """Batches skipped since the last good one. Reads the device."""
-        return int(self.scaler.consecutive_skips)
+        """Batches skipped since the last good one."""
+        return self.scaler.consecutive_skips
 
     @property
     def real_steps(self) -> int:
-        """Batches whose update was taken so far. Reads the device."""
-        return int(self.scaler.real_steps)
-
-    @property
-    def taken_steps(self) -> int:
-        """The same without those before this process, and without reading the device: for who asks in every batch."""
-        return self._outcome.taken
+        """Batches whose update was taken so far."""
+        return self.scaler.real_steps
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -470,7 +465,6 @@ class MasterWeightPrecision(Precision):
             steppable: Any = optimizer
             output = super().optimizer_step(steppable, model=model, closure=closure, **kwargs)
             self.scaler.update(False)
-            self._outcome.taken += 1
             return output
         result = closure()
         assert self._fit is not None

@@ -241,7 +241,7 @@ def report(
     loss = "was finite" if loss_is_finite else "was not finite either, so a smaller scale cannot help"
     loop: Any = model.trainer.fit_loop.epoch_loop
     return (
-        f"the last is batch {loop.batch_idx} of epoch {model.trainer.current_epoch}, after {int(scaler.real_steps)} "
+        f"the last is batch {loop.batch_idx} of epoch {model.trainer.current_epoch}, after {scaler.real_steps} "
         f"real steps. The loss {loss}. The loss scale is {float(scaler.scale):g}, it started at {scaler.init_scale:g}. "
         f"First non-finite: {first_nonfinite(model, batch, watch)}. {len(bad)} parameters have a non-finite gradient"
         f"{': ' if bad else ''}{', '.join(bad[:3])}. Weights are those of the last good step. Look at the data of this "

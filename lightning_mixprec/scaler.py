@@ -1,10 +1,11 @@
-"""The loss scale: a small state machine whose whole state lives in tensors on the training device.
+"""The loss scale: a small state machine, whose scale is on the training device and whose counters are on the host.
 
 Why it exists: fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before backward and the
 gradients are divided by it before the optimizer sees them. The scale shrinks when a gradient overflowed and grows
 after a run of good steps. ``torch.amp.GradScaler`` does this once per *optimizer*, without a floor or a ceiling, and
 keeps its settings inside its state; training loops need it once per *batch*, bounded, with settings that stay the
-user's.
+user's. The host has to know of an overflow anyway, to skip what goes with a step, so a batch costs the device nothing
+but a scale that has changed.
 
 What it leaves out: looking at gradients, agreeing over ranks and deciding what to do about a skipped step. Those
 belong to whoever owns the loop (:mod:`lightning_mixprec.precision`).
@@ -23,7 +24,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_STATE = ("scale", "growth_tracker", "hysteresis_tracker", "real_steps", "skipped_steps", "consecutive_skips")
+_COUNTERS = ("growth_tracker", "hysteresis_tracker", "real_steps", "skipped_steps", "consecutive_skips")
 
 
 class DynamicLossScaler:
@@ -57,21 +58,21 @@ class DynamicLossScaler:
 
     Example:
         >>> scaler = DynamicLossScaler(init_scale=1024, growth_interval=2)
-        >>> scaler.update(torch.tensor(True))  # an overflow
-        >>> float(scaler.scale), int(scaler.skipped_steps)
+        >>> scaler.update(True)  # an overflow
+        >>> float(scaler.scale), scaler.skipped_steps
         (512.0, 1)
         >>> for _ in range(2):
-        ...     scaler.update(torch.tensor(False))
-        >>> float(scaler.scale), int(scaler.real_steps)
+        ...     scaler.update(False)
+        >>> float(scaler.scale), scaler.real_steps
         (1024.0, 2)
     """
 
     scale: Tensor  # fp32 [], what the loss of the next batch is multiplied by
-    growth_tracker: Tensor  # int64 [], good batches in a row since the last growth or overflow
-    hysteresis_tracker: Tensor  # int64 [], overflows left before the scale shrinks
-    real_steps: Tensor  # int64 [], batches whose update was taken
-    skipped_steps: Tensor  # int64 [], batches whose update was skipped
-    consecutive_skips: Tensor  # int64 [], skipped batches since the last good one
+    growth_tracker: int  # good batches in a row since the last growth or overflow
+    hysteresis_tracker: int  # overflows left before the scale shrinks
+    real_steps: int  # batches whose update was taken
+    skipped_steps: int  # batches whose update was skipped
+    consecutive_skips: int  # skipped batches since the last good one
 
     def __init__(
         self,
@@ -124,11 +125,8 @@ class DynamicLossScaler:
         """Start anew: the first scale, all counters at zero."""
         device = self.scale.device if hasattr(self, "scale") else None
         self.scale = torch.tensor(self.init_scale, dtype=torch.float32, device=device)
-        self.growth_tracker = torch.tensor(0, device=device)
-        self.hysteresis_tracker = torch.tensor(self.hysteresis, device=device)
-        self.real_steps = torch.tensor(0, device=device)
-        self.skipped_steps = torch.tensor(0, device=device)
-        self.consecutive_skips = torch.tensor(0, device=device)
+        self.hysteresis_tracker = self.hysteresis
+        self.growth_tracker = self.real_steps = self.skipped_steps = self.consecutive_skips = 0
         self._dynamic_scale: float | None = None  # static: the last one of a leg in which it was not
 
     @classmethod
@@ -157,9 +155,8 @@ class DynamicLossScaler:
         return not self.is_static and self.backoff_factor < 1 and float(self.scale) <= self.min_scale
 
     def to(self, device: torch.device | str) -> DynamicLossScaler:
-        """Move the state to ``device``, in place, and return ``self``."""
-        for name in _STATE:
-            setattr(self, name, getattr(self, name).to(device))
+        """Move the scale to ``device``, in place, and return ``self``."""
+        self.scale = self.scale.to(device)
         return self
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -169,45 +166,35 @@ class DynamicLossScaler:
         return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * self.scale
 
     def inverse_scale(self) -> Tensor:
-        """What scaled gradients are multiplied by, fp32 []; taken in double, so exact to the last fp32 bit."""
-        return self.scale.double().reciprocal().float()
+        """What scaled gradients are multiplied by, fp32 []: the nearest number to the inverse."""
+        return self.scale.reciprocal()
 
-    @torch.no_grad()
     def update(self, found_inf: Tensor | bool, stepped: bool | None = None) -> None:
-        """Account for one training batch, without reading anything back from the device.
+        """Account for one training batch.
 
         Args:
-            found_inf: Bool or float [], true where any gradient of the batch was inf or NaN; a plain bool where that
-                is known on the host, which takes fewer operations. With several ranks it must already be the same on
-                all of them.
+            found_inf: Whether any gradient of the batch was inf or NaN. A tensor, bool or float [], is read. With
+                several ranks it must already be the same on all of them.
             stepped: Whether any optimizer stepped in this batch; None means that it did unless ``found_inf``. With
                 several optimizers one can step while another has to skip.
         """
-        if isinstance(found_inf, bool):
-            if self.is_static:
-                stepped = not found_inf if stepped is None else stepped
-                self.real_steps = self.real_steps + int(stepped)
-                self.skipped_steps = self.skipped_steps + int(found_inf)
-                self.consecutive_skips = torch.zeros_like(self.real_steps) if stepped else self.consecutive_skips + 1
-                return
-            found_inf = torch.full_like(self.scale, float(found_inf))
-        bad = found_inf.to(torch.bool)
-        good = (~bad).to(torch.int64)
-        real = good if stepped is None else torch.full_like(good, int(stepped))
-        self.real_steps = self.real_steps + real
-        self.skipped_steps = self.skipped_steps + (1 - good)
-        self.consecutive_skips = (self.consecutive_skips + 1) * (1 - real)
+        bad = bool(found_inf)
+        stepped = not bad if stepped is None else stepped
+        self.real_steps += int(stepped)
+        self.skipped_steps += int(bad)
+        self.consecutive_skips = 0 if stepped else self.consecutive_skips + 1
         if self.is_static:
             return
-        tokens = self.hysteresis_tracker - (1 - good)
-        shrink = bad & (tokens <= 0)
-        streak = (self.growth_tracker + 1) * good
-        grow = streak >= self.growth_interval
-        smaller = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
-        larger = (self.scale * self.growth_factor).clamp(max=self.max_scale)
-        self.scale = torch.where(shrink, smaller, torch.where(grow, larger, self.scale))
-        self.growth_tracker = torch.where(grow, torch.zeros_like(streak), streak)
-        self.hysteresis_tracker = torch.where(grow, torch.full_like(tokens, self.hysteresis), tokens.clamp(min=0))
+        if bad:
+            self.growth_tracker = 0
+            self.hysteresis_tracker = max(self.hysteresis_tracker - 1, 0)
+            if self.hysteresis_tracker == 0:
+                self.scale = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker >= self.growth_interval:
+            self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
+            self.scale = (self.scale * self.growth_factor).clamp(max=self.max_scale)
 
     def state_dict(self) -> dict[str, float | int]:
         """State only, as plain numbers: settings belong to the configuration, not to a checkpoint.
@@ -215,7 +202,7 @@ class DynamicLossScaler:
         A static scaler adds ``dynamic_scale``, the scale that a leg in another precision reached, or 0: its own 1 means
         nothing to a scaler that moves.
         """
-        state = {name: getattr(self, name).item() for name in _STATE}
+        state = {"scale": float(self.scale), **{name: getattr(self, name) for name in _COUNTERS}}
         return {**state, "dynamic_scale": self._dynamic_scale or 0.0} if self.is_static else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,15 +246,14 @@ class DynamicLossScaler:
                 bounded,
             )
             scale = bounded
-        values = {name: state[name] for name in _STATE if name in state}
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=self.scale.device)
+        values = {name: state[name] for name in _COUNTERS if name in state}
         values.setdefault("growth_tracker", state.get("_growth_tracker", 0))
-        values["scale"] = scale
         if static and not self.is_static:
             values.update(growth_tracker=0, hysteresis_tracker=self.hysteresis)
         values["hysteresis_tracker"] = min(int(values.get("hysteresis_tracker", self.hysteresis)), self.hysteresis)
         for name, value in values.items():
-            current = getattr(self, name)
-            setattr(self, name, torch.tensor(value, dtype=current.dtype, device=current.device))
+            setattr(self, name, int(value))
 
     def __repr__(self) -> str:
         if self.is_static:

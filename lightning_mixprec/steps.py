@@ -47,14 +47,12 @@ class Outcome:
 
     Attributes:
         skipped: Whether an update was skipped.
-        taken: Batches whose update was taken, in this process.
         optimizers: Those that skipped.
         advances: Whether schedules may.
         gradients: Names of those that were there at the last skip, and for each, on the device, whether it was bad.
     """
 
     skipped: bool = False
-    taken: int = 0
     optimizers: set[Optimizer] = field(default_factory=set)
     advances: bool = True
     gradients: tuple[list[str], Tensor] = field(default_factory=lambda: ([], torch.zeros(0)))
@@ -100,7 +98,7 @@ class Steps:
         self._buffers = BufferGuard(model, ledger.optimizers)
         self._uncompiled = ExitStack()  # torch's stance on compiled modules, while it is not the user's
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
-        self._nonfinite_loss: Tensor | None = None  # bool [], whether the last unscaled loss was inf or NaN
+        self._loss: Tensor | None = None  # sum of the unscaled losses since the last step: not finite if one was not
         self._progress: Any = None  # Lightning's count of steps, once one was skipped
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
 
@@ -144,8 +142,8 @@ class Steps:
 
     def note_loss(self, loss: Tensor) -> None:
         """A backward begins from ``loss``, not scaled yet."""
-        found = ~torch.isfinite(loss.detach()).all()
-        self._nonfinite_loss = found if self._nonfinite_loss is None else self._nonfinite_loss | found
+        loss = loss.detach().sum(dtype=torch.float32)
+        self._loss = loss if self._loss is None else self._loss + loss.to(self._loss.device)
 
     def skipped_by_user(self, optimizer: Optimizer) -> None:
         """An earlier batch was, by the user's own guard against gradients that are not finite, without a step."""
@@ -221,8 +219,7 @@ class Steps:
         stepped = self._ledger.end_batch()
         if stepped is None:
             return
-        self._outcome.taken += stepped
-        self._decided, self._nonfinite_loss = True, None
+        self._decided, self._loss = True, None
         self._buffers.look()
         watch = self._diagnosis.watch
         repaired = watch is not None and bool(watch.verdicts)  # the lost results have been in the statistics
@@ -256,7 +253,7 @@ class Steps:
             skips: How often in a row, this time included.
         """
         ledger, scaler, diagnosis = self._ledger, self._scaler, self._diagnosis
-        loss_is_finite = not ledger.agreed(self._nonfinite_loss)
+        loss_is_finite = not ledger.agreed(None if self._loss is None else ~self._loss.isfinite())
         grads = {name: param.grad for name, param in self._model.named_parameters() if param.grad is not None}
         flags = [nonfinite(grad) for grad in grads.values()]
         self._outcome.gradients = (list(grads), stacked(flags) if flags else torch.zeros(0))
