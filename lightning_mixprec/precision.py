@@ -152,6 +152,7 @@ class MasterWeightPrecision(Precision):
         self._conversion: Conversion | None = None
         self._answers: Answers | None = None
         self._fit: Fit | None = None
+        self._unscaled: Tensor | None = None  # the loss of a backward that is being made
         # What outlives a fit.
         self._outcome = Outcome()
         self._fp32_layers: list[str] = []
@@ -424,7 +425,9 @@ class MasterWeightPrecision(Precision):
         assert self._fit is not None
         self._fit.before_backward(tensor)
         with self._no_autocast():
-            return super().pre_backward(self.scaler.scale_loss(tensor), module)
+            scaled = super().pre_backward(self.scaler.scale_loss(tensor), module)
+        self._unscaled = tensor
+        return scaled
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Backward, never under autocast."""
@@ -435,11 +438,12 @@ class MasterWeightPrecision(Precision):
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Note non-finite gradients before `on_after_backward` and clipping, which can hide them."""
         assert self._fit is not None
+        unscaled, self._unscaled = self._unscaled, None
         self._fit.after_backward(tensor)
         with self._no_autocast():
-            unscaled = super().post_backward(tensor, module)
+            super().post_backward(tensor, module)
             self._fit.after_backward_hooks()
-        return unscaled if self.scaler.is_identity else unscaled * self.scaler.inverse_scale()
+        return (tensor if unscaled is None else unscaled).detach()
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Clip true gradients. Lightning comes here in every step, with 0 where nothing is to be clipped."""
