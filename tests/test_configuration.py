@@ -499,6 +499,7 @@ def test_bytes_are_those_of_live_tensors(masters: Any) -> None:
         shadow = Module()
     trained = [p for p in shadow.parameters() if p.requires_grad]
     state = memory.state_bytes_of_a_step(trained, lambda: torch.optim.AdamW(trained))
+    assert memory.state_bytes_of_a_step(trained, lambda: torch.optim.AdamW(trained, fused=True)) == state
     counted = memory.count(module, plan, masters, optimizer=state, activations=None, averages=1)
     assert counted.weights == found["weights"]
     assert counted.averages == found["averages"]
