@@ -226,6 +226,19 @@ def test_an_optimizer_that_is_no_longer_fused_steps_as_it_does_then(edit, master
     assert_as_plain(lambda params: AdamW(params[:2] if edit is add_group else params, 0.01, fused=True), edit, masters)
 
 
+@pytest.mark.parametrize("shape", [(33,), (9, 7), (5, 3, 3), (7, 5, 3, 3)])
+def test_torchs_fused_adam_takes_flags_whatever_its_first_parameter_is(shape):
+    """On every CPU: how one rounds the last elements of a convolution decides nothing, least of all for a GPU."""
+    net = nn.ParameterList([nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(13))])
+    half = MasterWeights(net, dict.fromkeys(("0", "1"), torch.bfloat16))
+    optimizer = AdamW(net.parameters(), lr=0.01, fused=True)
+    half.allocate([optimizer])
+    for param in net:
+        param.grad = torch.ones_like(param)
+    half.step(optimizer, optimizer.step)
+    assert half.takes_flag(optimizer)
+
+
 def transposed(tensor):
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
