@@ -30,7 +30,7 @@ from lightning_mixprec.exchange import Exchange, holding, take_replaced
 from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.layout import Homes, Layout, Layouts, shares
 from lightning_mixprec.probe import classify, refuse_wrapper, without_step_hooks
-from lightning_mixprec.scratch import Scratch, gather_gradients
+from lightning_mixprec.scratch import Scratch, gather_gradients, laid_out_as
 from lightning_mixprec.step_guard import StepGuard
 from lightning_mixprec.storage import Bucket, Masters
 
@@ -108,6 +108,8 @@ class Borrower:
         Raises:
             ValueError: If the masters are not stored for it.
         """
+        if has_fused_kernel(self.optimizer):  # elementwise, up to how a CPU rounds a tensor's last few elements
+            return "kernel"
         count, way = self._known
         if count != len(self.optimizer.param_groups) and way != "whole":
             way, reason = classify(self.optimizer)
@@ -117,7 +119,7 @@ class Borrower:
                     f"{type(self.optimizer).__name__} cannot do: {reason}. Use masters='fp32'."
                 )
             self._known = len(self.optimizer.param_groups), way
-        return "kernel" if way == "flat" and has_fused_kernel(self.optimizer) else way
+        return way
 
     # The step
 
@@ -319,7 +321,8 @@ class Borrower:
         stand_in = self._homes.stand_in(param)
         if stand_in.data_ptr() != view.data_ptr():
             stand_in.data = view
-        stand_in.grad = param.grad if param.grad is not None and param.grad.dtype == torch.float32 else None
+        grad = param.grad
+        stand_in.grad = laid_out_as(view, grad) if grad is not None and grad.dtype == torch.float32 else None
         stand_in.requires_grad_(param.requires_grad)
         if param.__dict__:
             stand_in.__dict__.update(param.__dict__)
@@ -343,8 +346,15 @@ class Borrower:
         stand_ins = {param: self._homes.stand_in(param) for param in params if self._homes.home(param)}
         self._exchange.lend_all(stand_ins)
 
-    def _after_load(self, _: Optimizer) -> None:
+    def _after_load(self, optimizer: Optimizer) -> None:
         self._exchange.put_back()
+        for param, state in optimizer.state.items():
+            home = self._homes.home(param) if isinstance(param, nn.Parameter) else None
+            if home is not None:
+                like = home[0].view(home[0].half, home[1])
+                for key, value in state.items():
+                    if type(value) is Tensor and value.shape == like.shape:
+                        state[key] = laid_out_as(like, value)
 
 
 def _in_window(name: str) -> Callable[..., Any]:

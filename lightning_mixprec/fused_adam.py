@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.bucket_state import BucketState, widen
 from lightning_mixprec.layout import Layout
-from lightning_mixprec.scratch import are_small, gather_gradients
+from lightning_mixprec.scratch import are_small, gather_gradients, laid_out_as
 from lightning_mixprec.storage import Bucket
 
 
@@ -122,7 +122,7 @@ class FusedAdam:
         alike: dict[Any, list[Any]] = defaultdict(list)  # what goes into one call
         for value, grad, state in zip(values, grads, states, strict=True):
             kernel.make_state(state, value)
-            alike[value.device, value.dtype].append((value, grad, state))
+            alike[value.device, value.dtype].append((value, laid_out_as(value, grad), state))
         for kind, each in alike.items():
             all_counts, counts = self._counts[id(kernel.group), id(bucket), kind].of([state for _, _, state in each])
             kernel.count([all_counts])

@@ -93,6 +93,8 @@ class MasterWeights:
                 self._stand_in(param)
                 param.grad = None
                 param.data = param.data.to(target)
+                if param.grad_dtype != target:  # an earlier fit has left it so, see `set_fp32_`
+                    param.grad_dtype = target
             elif target == torch.float32:
                 self._given.widen_(param, [param])
         for each in module.modules():

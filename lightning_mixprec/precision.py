@@ -49,6 +49,7 @@ from lightning_mixprec.questions import (
     refuse_optimizers,
     refuse_sharding,
     refuse_strategy,
+    refuse_unsharded,
 )
 from lightning_mixprec.reduction import GradientReduction, ReduceDtype
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -280,6 +281,8 @@ class MasterWeightPrecision(Precision):
         self.scaler.to(self._device)
         module = self._module
         assert module is not None
+        for optimizer in optimizers:
+            refuse_unsharded(module, (param for group in optimizer.param_groups for param in group["params"]))
         if self.master_weights is not None:
             count = len(self.master_weights)
             self.master_weights.allocate(optimizers, release_others=bool(optimizers))

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
@@ -96,6 +97,21 @@ def refuse_true_half(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
             f"{', ...' if len(names) > 3 else ''}. FSDP2's own shards are the masters, so make what trains, now or "
             "later, fp32 before it is sharded: module.float() before fully_shard. lightning_mixprec.sharding.shard_ "
             "does so for what trains when it is called."
+        )
+
+
+def refuse_unsharded(module: LightningModule, params: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters that train under FSDP2 and are in none of its units: nobody would average their gradients."""
+    if not isinstance(module.trainer.strategy, ModelParallelStrategy):
+        return
+    local = {param for param in params if param.requires_grad and not isinstance(param, DTensor)}
+    if local:
+        names = [name for name, param in module.named_parameters() if param in local]
+        raise MisconfigurationException(
+            f"{len(local)} parameters train but are not sharded: {', '.join(map(repr, names[:3]))}"
+            f"{', ...' if len(names) > 3 else ''}. FSDP2 would not average their gradients: ranks would drift apart. "
+            "Move them into a network that configure_model shards (shard_ shards networks, not what a LightningModule "
+            "holds itself), freeze them, or train with strategy='ddp'."
         )
 
 

@@ -117,8 +117,10 @@ class GradientReduction:
         total = buffer.float()
         start = buffer.storage_offset()
         for param, gradient in zip(params, gradients, strict=True):
-            part = total.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset() - start)
-            average = part if self._in_fp32 else gradient
+            # DDP lays a gradient out as its parameter, channels_last for one, but shows all of them here in C order.
+            layout, offset = (param.shape, param.stride()), gradient.storage_offset()
+            part = total.as_strided(*layout, offset - start)
+            average = part if self._in_fp32 else buffer.as_strided(*layout, offset)
             if param in self._aside:
                 part += self._aside[param]
                 self._aside[param] = average

@@ -65,3 +65,17 @@ def gather_gradients(
     if inverse_scale is not None:
         out.mul_(inverse_scale)
     return out
+
+
+def laid_out_as(value: Tensor, grad: Tensor) -> Tensor:
+    """``grad``, or a copy of it, in the memory layout of ``value``, which torch's fused kernels take for granted.
+
+    They differ where a module has become channels_last since its masters were laid out.
+
+    Example:
+        >>> laid_out_as(torch.zeros(2, 2), torch.ones(2, 2).T).stride()
+        (2, 1)
+    """
+    if grad.layout != torch.strided or grad.stride() == value.stride():
+        return grad
+    return torch.empty_like(value, dtype=grad.dtype).copy_(grad)

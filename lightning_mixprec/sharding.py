@@ -124,6 +124,8 @@ def _networks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if next(child.parameters(), None) is None or is_script(child):
             continue
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # have no forward that would gather them
+            continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from child.children()
         else:

@@ -191,4 +191,5 @@ def set_fp32_(param: nn.Parameter, value: Tensor) -> None:
     """
     param.grad = None
     param.data = value
-    param.grad_dtype = param.dtype
+    if param.grad_dtype != param.dtype:  # set for gradients in 16 bits, and torch has no way back to the default
+        param.grad_dtype = None  # a dtype would bind gradients to it when the user gives the parameter another

@@ -28,7 +28,7 @@ from lightning_mixprec.containers import stacked
 from lightning_mixprec.guests import Once, Uncounted
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
-from lightning_mixprec.questions import refuse_true_half, report, user_code_sees_gradients
+from lightning_mixprec.questions import refuse_true_half, refuse_unsharded, report, user_code_sees_gradients
 from lightning_mixprec.scaler import DynamicLossScaler
 
 
@@ -175,6 +175,7 @@ class Steps:
 
         if not ledger.has_masters:
             refuse_true_half(model, params)  # unfrozen since
+            refuse_unsharded(model, params)
         _refuse_nonfinite_rates(optimizer)
 
         def step() -> Any:

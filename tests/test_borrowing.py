@@ -9,6 +9,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mixprec import MasterWeightPrecision
+from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.probe import classify
 
 
@@ -223,6 +224,50 @@ def switch_fused_off(optimizer, weights):
 @pytest.mark.parametrize("edit", [add_group, switch_fused_off])
 def test_an_optimizer_that_is_no_longer_fused_steps_as_it_does_then(edit, masters):
     assert_as_plain(lambda params: AdamW(params[:2] if edit is add_group else params, 0.01, fused=True), edit, masters)
+
+
+@pytest.mark.parametrize("shape", [(33,), (9, 7), (5, 3, 3), (7, 5, 3, 3)])
+def test_torchs_fused_adam_takes_flags_whatever_its_first_parameter_is(shape):
+    """On every CPU: how one rounds the last elements of a convolution decides nothing, least of all for a GPU."""
+    net = nn.ParameterList([nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(13))])
+    half = MasterWeights(net, dict.fromkeys(("0", "1"), torch.bfloat16))
+    optimizer = AdamW(net.parameters(), lr=0.01, fused=True)
+    half.allocate([optimizer])
+    for param in net:
+        param.grad = torch.ones_like(param)
+    half.step(optimizer, optimizer.step)
+    assert half.takes_flag(optimizer)
+
+
+def transposed(tensor):
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dims", [2, 4])
+def test_a_layout_that_changes_after_the_masters_were_made_changes_no_value(dims, fused, masters):
+    """As by `to(memory_format=torch.channels_last)` in a hook of fit, or in the run that a checkpoint is of."""
+    torch.manual_seed(0)
+    start, odd = torch.randn((6, 5, 3, 3)[:dims]), torch.randn(7)
+    grads = [torch.randn(start.shape).bfloat16() for _ in range(4)]
+    results = []
+    for layout in (torch.Tensor.contiguous, transposed):
+        net = nn.ParameterDict({"weight": nn.Parameter(start.clone()), "odd": nn.Parameter(odd.clone())})
+        half = MasterWeights(net, dict.fromkeys(("weight", "odd"), torch.bfloat16), masters)
+        optimizer = AdamW([net["weight"], net["odd"]], lr=0.1, fused=fused)
+        half.allocate([optimizer])
+        for index, grad in enumerate(grads):
+            if index < 2:
+                net["weight"].data = layout(net["weight"].data)
+            net["weight"].grad, net["odd"].grad = layout(grad), torch.ones(7).bfloat16()
+            half.step(optimizer, optimizer.step)
+            if index == 2:
+                state = optimizer.state_dict()
+                state["state"][0]["exp_avg"] = layout(state["state"][0]["exp_avg"])
+                optimizer.load_state_dict(state)
+        results.append(half.peek(net["weight"]).clone())
+    assert torch.equal(*results)
 
 
 EDITS = {

@@ -55,11 +55,15 @@ def cases():
 
 
 class Layers(nn.Module):
-    """Three linear layers, of which `use` says which take part; the norm is fp32."""
+    """Three linear layers, of which `use` says which take part; the norm is fp32.
+
+    One lies in memory by columns, as channels_last has convolutions.
+    """
 
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(5, 5) for _ in range(3))
+        self.c.weight = nn.Parameter(self.c.weight.detach().T.contiguous().T)
         self.norm = nn.LayerNorm(5)
 
     def forward(self, x, use):

@@ -87,6 +87,18 @@ def train(precision: str, scenario: str) -> dict:
     return {"start": start, "weights": module.net.state_dict(), "average": ema.averages, "counts": counts}
 
 
+def train_twice(precision: str, ranks: int) -> dict:
+    """Weights after two fits of one module, alone with windows of both ranks' batches or as one of two ranks."""
+    torch.manual_seed(0)
+    module = TinyModule(lambda params: torch.optim.SGD(params, lr=0.1))
+    for _ in range(2):
+        options = {"strategy": "ddp", "use_distributed_sampler": False} if ranks == 2 else {}
+        plugin = MasterWeightPrecision(precision, reduce_dtype="fp32")
+        trainer = make_trainer(plugin, devices=ranks, accumulate_grad_batches=4 // ranks, **options)
+        trainer.fit(module, loader(make_batches(8)[trainer.global_rank if ranks == 2 else 0 :: ranks]))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 class OnRank1(Attention):
     """Overflows on rank 1 alone, in training or (`evaluation`) outside of it alone."""
 
@@ -246,6 +258,14 @@ def test_manual_optimizers_agree_over_ranks(precision, masters, ranks):
         assert torch.equal(value, two["weights"][name]), name
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_module_is_fitted_a_second_time(precision, ranks):
+    one, two = (rank["twice", precision] for rank in ranks)
+    assert_same(one, two)
+    for name, value in train_twice(precision, 1).items():
+        torch.testing.assert_close(one[name], value, rtol=0, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_a_fault_on_one_rank_moves_the_layer_on_all(strategy, evaluation, ranks):
@@ -301,6 +321,8 @@ if __name__ == "__main__":
     for name, kwargs in STRATEGIES.items():
         for evaluation in (False, True):
             results["fallback", name, evaluation] = train_fallback(evaluation, strategy=DDPStrategy(**kwargs))
+    for precision in PRECISIONS:
+        results["twice", precision] = train_twice(precision, 2)
     for mode, name in LATE_IN:
         results["late", mode, name] = train_late(2, mode, name.split(",")[0], **LATE[name])
     results["late in a step"] = error_of(train_late, 2, "bf16", "step")

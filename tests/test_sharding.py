@@ -71,6 +71,20 @@ class Tiny(Sharded, TinyModule):
         return loss * float("inf") if self.overflows and self.global_rank == 1 and batch_idx == 1 else loss
 
 
+class OwnGain(Tiny):
+    """Has a parameter in no network that trains, maybe only after the optimizer was made."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.gain = nn.ParameterList([nn.Parameter(torch.ones(1), requires_grad=not later)])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.gain.requires_grad_(True)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.gain[0].sum()
+
+
 class Manual(Tiny):
     def __init__(self):
         super().__init__()
@@ -294,6 +308,8 @@ MISTAKES = {
     "half": r"10 parameters train in 16 bits.*'net.time_embedding.weight'.*module.float\(\) before fully_shard",
     "half, later": r"2 parameters train in 16 bits.*'teacher.0.weight'",
     "nothing": "has sharded nothing.*shard_",
+    "outside": "1 parameters train but are not sharded: 'gain.0'.*drift apart.*strategy='ddp'",
+    "outside, later": "1 parameters train but are not sharded: 'gain.0'",
     "tensor_parallel": "tensor_parallel_size=2.*data_parallel_size",
     "masters": "masters='split' is not available under FSDP2.*masters='fp32'",
     "reduce_dtype": r"reduce_dtype='fp32' of the plugin is for DDP.*shard_\(..., reduce_dtype='fp32'\)",
@@ -504,6 +520,8 @@ def train_half(precision):
 def refused(mistake):
     strategy = fsdp2(data_parallel_size=1, tensor_parallel_size=2) if mistake == "tensor_parallel" else fsdp2()
     module = GivenInHalf(mine=mistake == "half", unfreeze=True) if "half" in mistake else Tiny()
+    if "outside" in mistake:
+        module = OwnGain(later="later" in mistake)
     module.sharded = mistake == "nothing"
     wrong = {"masters": {"masters": "split"}, "reduce_dtype": {"reduce_dtype": "fp32"}}
     plugin = MasterWeightPrecision("bf16", **wrong.get(mistake, {}))

@@ -461,7 +461,6 @@ def test_module_is_as_found_after_fit(precision):
     fit(MasterWeightPrecision(precision), module, make_batches(2))
     assert [type(each) for each in module.modules()] == classes
     assert {param.dtype for param in module.parameters()} == {torch.float32}
-    assert {param.grad_dtype for param in module.parameters()} == {torch.float32}
     for each in module.modules():
         assert not each._state_dict_hooks
         assert not each._load_state_dict_pre_hooks
@@ -469,6 +468,30 @@ def test_module_is_as_found_after_fit(precision):
     before = snapshot(module)
     fit(None, module, make_batches(2))
     assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_gradients_of_a_second_fit_are_16_bit_too(precision):
+    """And after fit a module that the user makes 16-bit himself trains as one that was never in a fit."""
+
+    class Looks(TinyModule):
+        def on_after_backward(self):
+            self.dtypes = {param.grad.dtype for param in self.parameters() if param.dtype == HALF[precision]}
+
+    torch.manual_seed(0)
+    module = Looks()
+    for _ in range(2):
+        fit(MasterWeightPrecision(precision), module, make_batches(2))
+        assert module.dtypes == {HALF[precision]}
+    results = []
+    for net in (copy.deepcopy(module.net).to(HALF[precision]), module.net.to(HALF[precision])):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1, eps=1e-3)
+        for x, t, y in make_batches(2):
+            F.mse_loss(net(x.to(HALF[precision]), t.to(HALF[precision])).float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(net))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("rung", ["fp32", "split"])
