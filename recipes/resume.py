@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import to_absolute_path
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -124,6 +125,23 @@ def check_optimizer(checkpoint: dict[str, Any], config: dict[str, Any], path: Pa
         raise ConfigError(
             f"optimizer._target_={ours}: {path} holds the state of {theirs}, with which it cannot go on. Write "
             f"optimizer._target_={theirs}, or leave ckpt_path out to start anew."
+        )
+
+
+def check_last(config: dict[str, Any], callbacks: list[Any], output_dir: Path) -> None:
+    """Refuse `resume=auto` where nothing writes the checkpoint that it would go on from.
+
+    Args:
+        config: This run's configuration, plain.
+        callbacks: Of this run.
+        output_dir: This run's directory.
+    """
+    folder = (output_dir / "checkpoints").resolve()
+    writers = [c for c in callbacks if isinstance(c, ModelCheckpoint) and (c.filename == "last" or c.save_last)]
+    if config.get("resume") and not any(c.dirpath and Path(c.dirpath).resolve() == folder for c in writers):
+        raise ConfigError(
+            f"resume=auto goes on from {folder / 'last.ckpt'}, and no callback writes that. Leave callbacks.last as it "
+            "is; for checkpoints in another place as well, add a ModelCheckpoint: +callbacks.mine._target_=CLASS."
         )
 
 

@@ -135,6 +135,25 @@ def monitor_problems(config: dict[str, Any]) -> list[str]:
     ]
 
 
+IDLE = {"gamma": ("weighting", "none"), "P_mean": ("density", "uniform"), "P_std": ("density", "uniform")}
+"""Arguments of objectives, and the choice, by its argument, under which they are not used."""
+
+
+def idle_problems(config: dict[str, Any]) -> list[str]:
+    """Numbers of a loss weight or of a density of times that the objective does not use.
+
+    Example:
+        >>> idle_problems({"objective": {"_target_": "recipes.objective.EDM", "gamma": 3}})
+        ["objective.gamma=3 is not used: weighting is 'none'. Choose another objective.weighting, or leave it out."]
+    """
+    node = config.get("objective") or {}
+    return [
+        f"objective.{key}={node[key]} is not used: {by} is {unused!r}. Choose another objective.{by}, or leave it out."
+        for key, (by, unused) in IDLE.items()
+        if key in node and node.get(by, getattr(_class_of(node), by, None)) == unused
+    ]
+
+
 def _class_of(node: dict[str, Any]) -> type:
     found = located(str(node["_target_"]))
     return found if isinstance(found, type) else object

@@ -34,6 +34,9 @@ SETTINGS: dict[str, Any] = {
 GROUPS = ("data", "model", "objective", "sampler", "precision", "strategy", "trainer", "optimizer", "scheduler", "ema")
 """Top-level keys that each build one object."""
 
+PARTIAL = ("optimizer", "scheduler")
+"""Of these, those whose first argument YAML cannot give: parameters, and the optimizer."""
+
 NAMED_PARTS = ("callbacks",)
 """Top-level keys that hold any number of objects, each under a name of its own."""
 
@@ -271,9 +274,9 @@ def _problems_of(where: str, node: dict[str, Any]) -> Iterator[Problem]:
     # Of a partial the first is what YAML cannot give: parameters of an optimizer, the optimizer of a scheduler.
     for key in required[1:] if node.get("_partial_") else required:
         if key not in node and "_args_" not in node:
-            yield Problem(
-                f"{where}.{key}", f"{where}.{key} is missing: {target} has no default. {_give(where, key, hints)}"
-            )
+            given = f"Write {where}._partial_=true: it is given by the run."
+            remedy = given if where in PARTIAL and key == required[0] else _give(where, key, hints)
+            yield Problem(f"{where}.{key}", f"{where}.{key} is missing: {target} has no default. {remedy}")
 
 
 def _give(where: str, key: str, hints: dict[str, Any]) -> str:
