@@ -245,13 +245,13 @@ def _about(given: dict[str, Any], message: str) -> dict[str, Any]:
         {'optimizer.lr': -1}
     """
 
-    def says(text: Any) -> bool:
-        return re.search(rf"(?<![\w.-]){re.escape(str(text))}(?!\w|\.\w)", message) is not None
+    def says(text: Any, before: str = "") -> bool:
+        return re.search(rf"(?<![\w.{before}-]){re.escape(str(text))}(?!\w|\.\w)", message) is not None
 
     tests = (
         lambda key, value: says(f"{key}={value}"),
         lambda key, value: says(key) and says(value),
-        lambda key, value: says(value),
+        lambda key, value: says(value, before="="),  # else it is what another key was given
         lambda key, value: says(key),
     )
     for test in tests:

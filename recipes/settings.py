@@ -101,6 +101,9 @@ def run_problems(config: dict[str, Any]) -> list[str]:
             f"trainer.val_check_interval={interval} is a share of an epoch, and trainer.check_val_every_n_epoch=null "
             "counts batches over epochs. Write trainer.check_val_every_n_epoch=1 as well, or a number of batches."
         )
+    if settings.get("gradient_clip_algorithm") and settings.get("gradient_clip_val") is None:
+        given = settings["gradient_clip_algorithm"]
+        found.append(f"trainer.gradient_clip_algorithm={given} clips nothing. Write trainer.gradient_clip_val as well.")
     found += seed_problems(config)
     for key, kind in (("enable_checkpointing", Checkpoint), ("enable_progress_bar", ProgressBar)):
         made = [name for name, node in callbacks.items() if node and issubclass(_class_of(node), kind)]

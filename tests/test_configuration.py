@@ -213,6 +213,7 @@ def test_values_of_a_sweep_are_checked_for_all_jobs(
 # Numbers that are none, ranges, and what fails at the first step
 
 IN_VAIN = {
+    "trainer.gradient_clip_algorithm=value": ["clips nothing. Write trainer.gradient_clip_val as well"],
     "objective.gamma=3": ["objective.gamma=3 is not used: weighting is 'none'"],
     "callbacks.samples.guidance=2 objective.label_dropout=0": [
         "callbacks.samples.guidance=2 needs images without a label, and objective.label_dropout=0 left none",
