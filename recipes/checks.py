@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,11 +22,16 @@ from torch.func import functional_call
 
 from lightning_mixprec import MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.float8_advice import refuse_device
-from recipes.config import ConfigError, refusals
+from recipes.config import ConfigError, collected, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.places import check_writable
 from recipes.run_length import RunLength, limited, run_length
 from recipes.sample_grid import SampleGrid
 from recipes.sampler import Sampler, check_guidance
+from recipes.signatures import target_nodes
+
+PLACES = {"dirpath", "directory", "save_dir", "snapshot_dir"}
+"""Arguments of callbacks and loggers that name a directory to write to."""
 
 
 def check_shares(data: Any, ranks: int, settings: dict[str, Any]) -> int:
@@ -221,6 +227,19 @@ def check_sampler(config: dict[str, Any], sampler: Sampler, module: DiffusionMod
     """Refuse a sampler that the objective has no use for before an hour of training has passed."""
     with refusals(config, "sampler"):
         sampler.check(module.objective)
+
+
+def check_places(config: dict[str, Any]) -> None:
+    """Refuse directories of callbacks, loggers and snapshots that cannot be written to, before the first validation."""
+    problems: list[str] = []
+    for part in ("callbacks", "logger", "ema"):
+        for where, node in target_nodes(config.get(part), part):
+            for key in PLACES & node.keys():
+                if isinstance(node[key], str) and node[key]:
+                    with collected(problems):
+                        check_writable(f"{where}.{key}", Path(node[key]).absolute())
+    if problems:
+        raise ConfigError(*problems)
 
 
 def check_guidances(callbacks: Iterable[Any], module: DiffusionModule) -> None:

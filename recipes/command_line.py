@@ -151,7 +151,7 @@ def checked(argv: list[str], config_name: str) -> list[str]:
 def _how_to_quote(line: str, parser: OverridesParser) -> str:
     """What to write instead of a value with characters that Hydra has a use for, such as the path of a file."""
     key, _, value = line.partition("=")
-    written = f"{key}={quoted(Path(value))}"
+    written = f"{key}={quoted(Path(value).expanduser())}"  # a shell leaves ~ as it is within quotes
     try:
         parser.parse_overrides([written])
     except HydraException:

@@ -51,12 +51,21 @@ def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
             )
         return _settled(newest)
     path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
+    refuse_folder(str(ckpt_path), path)
     if not path.is_file():
         raise ConfigError(
             f"ckpt_path={ckpt_path}: there is no file {path}. Write ckpt_path=last for the newest checkpoint of this "
             "experiment, or the path of a .ckpt file."
         )
     return path
+
+
+def refuse_folder(given: str, path: Path) -> None:
+    """Say which file is meant where `ckpt_path` names a directory, such as that of a run."""
+    if path.is_dir():
+        last = next(path.rglob("last.ckpt"), None)
+        remedy = f"ckpt_path={last}" if last else "the path of a .ckpt file"
+        raise ConfigError(f"ckpt_path={given} is a directory. Write {remedy}.")
 
 
 def newest_of(*experiments: Path) -> Path | None:

@@ -221,7 +221,7 @@ def problems_in(config: dict[str, Any]) -> list[Problem]:
         if isinstance(trainer, dict) and owned in trainer:
             text = f"trainer.{owned}={trainer[owned]} is not used here. Write {remedy}."
             found.append(Problem(f"trainer.{owned}", text))
-    for where, node in _target_nodes(config, ""):
+    for where, node in target_nodes(config, ""):
         found += _problems_of(where, node)
     return [*found, *_endless(config, "")]
 
@@ -284,7 +284,13 @@ def _give(where: str, key: str, hints: dict[str, Any]) -> str:
     return f"Write {where}.{key}=VALUE{f', {taken}' if taken else ''}."
 
 
-def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every node that names a class, with the key that it stands under.
+
+    Example:
+        >>> [key for key, _ in target_nodes({"a": {"_target_": "b", "c": {"_target_": "d"}}}, "")]
+        ['a', 'a.c']
+    """
     if isinstance(node, dict):
         if "_target_" in node:
             yield path, node
@@ -294,4 +300,4 @@ def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     else:
         return
     for key, child in children:
-        yield from _target_nodes(child, f"{path}.{key}" if path else str(key))
+        yield from target_nodes(child, f"{path}.{key}" if path else str(key))

@@ -122,6 +122,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         lambda: resume.check_fits(checkpoint, config, module, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
+        lambda: checks.check_places(config) if trainer.is_global_zero and not dry else None,
         lambda: resume.check_last(config, callbacks, output_dir),
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
         lambda: checks.check_samples(config, data),

@@ -19,7 +19,7 @@ from lightning_mixprec.snapshots import Snapshot, read_snapshots
 from recipes.config import ConfigError, build, did_you_mean, refusals
 from recipes.denoising import Objective
 from recipes.places import device_of
-from recipes.resume import newest_of, read
+from recipes.resume import newest_of, read, refuse_folder
 from recipes.sampler import Sampler, check_guidance
 
 State = dict[str, Tensor]
@@ -116,6 +116,7 @@ def checkpoint_path(given: str | None) -> Path:
     if given is None:
         raise ConfigError("ckpt_path is missing. Write ckpt_path=PATH, or ckpt_path=last for the newest checkpoint.")
     path = Path(to_absolute_path(str(given)))
+    refuse_folder(str(given), path)
     if not path.is_file():
         raise ConfigError(
             f"ckpt_path={given}: there is no file {path}. Write ckpt_path=last for the newest checkpoint."

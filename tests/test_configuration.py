@@ -213,6 +213,14 @@ def test_values_of_a_sweep_are_checked_for_all_jobs(
 # Numbers that are none, ranges, and what fails at the first step
 
 IN_VAIN = {
+    "callbacks.last.dirpath=/proc/a callbacks.samples.directory=/proc/b logger.save_dir=/proc/c": [
+        "callbacks.last.dirpath=/proc/a: /proc cannot be written to",
+        "callbacks.samples.directory=/proc/b: /proc cannot",
+        "logger.save_dir=/proc/c: /proc cannot",
+    ],
+    "ema=power ema.snapshot_dir=/proc/a": ["ema.snapshot_dir=/proc/a: /proc cannot be written to"],
+    "ckpt_path=.": ["ckpt_path=. is a directory. Write the path of a .ckpt file"],
+    "data.directory=~/mine": [str(Path("~/mine").expanduser())],
     "trainer.gradient_clip_algorithm=value": ["clips nothing. Write trainer.gradient_clip_val as well"],
     "objective.gamma=3": ["objective.gamma=3 is not used: weighting is 'none'"],
     "callbacks.samples.guidance=2 objective.label_dropout=0": [

@@ -166,6 +166,7 @@ def test_weights_are_the_ones_that_were_asked_for(
         (sample, ["output=/proc/grid.png"], "/proc cannot be written to"),
         (export, ["output=/proc/folder"], "/proc cannot be written to"),
         (evaluate, ["output=/proc/result.json"], "/proc cannot be written to"),
+        (sample, ["ckpt_path=RUN"], "is a directory. Write ckpt_path=RUN/checkpoints/last.ckpt"),
         (evaluate, ["output=/proc"], "output=/proc is a directory. Write output=PATH of a JSON file"),
         (sample, ["classes=[3,10]"], "classes 0 to 9"),
         (sample, ["classes=[3,3]"], "each once"),
@@ -194,11 +195,11 @@ def test_bad_input_is_refused(
     options: list[str],
     expected: str,
 ) -> None:
-    given = [o.replace("NONE", str(without_average)) for o in options]
+    given = [o.replace("NONE", str(without_average)).replace("RUN", str(run)) for o in options]
     path = [] if any(o.startswith("ckpt_path") for o in given) else [last(run)]
     assert cli(monkeypatch, program, *path, *given) == 2
     shown = capfd.readouterr().err
-    assert expected in shown
+    assert expected.replace("RUN", str(run)) in shown
     assert "Traceback" not in shown
 
 
