@@ -209,7 +209,7 @@ def _portable(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v.replace(root, "RUN", 1) if root and str(v).startswith(root) else v for k, v in values.items()}
 
 
-def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], trainer: L.Trainer) -> None:
+def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], trainer: L.Trainer, data: Any) -> None:
     """Say in one line what this run does otherwise than the one that it continues; resuming goes on all the same."""
     if not trainer.is_global_zero or "recipe" not in checkpoint:
         return
@@ -217,5 +217,8 @@ def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], train
     processes = checkpoint.get("processes", trainer.world_size)
     if processes != trainer.world_size:
         changed.append(f"processes {processes} -> {trainer.world_size}")
+    for split, now in (("training", len(data.train)), ("validation", len(data.val))):
+        if (before := checkpoint.get("images", {}).get(split, now)) != now:  # which puts them all in another order
+            changed.append(f"{split} images {before} -> {now}")
     if changed:
         print(f"changed since the checkpoint: {', '.join(changed)}")

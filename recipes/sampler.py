@@ -219,6 +219,7 @@ def check_guidance(guidance: float, objective: Objective, null_label: int) -> No
         ValueError: With what guidance would need.
 
     Example:
+        >>> from recipes.objective import EDM
         >>> check_guidance(2.0, EDM(label_dropout=0.0), null_label=10)
         Traceback (most recent call last):
         ValueError: guidance=2 needs images without a label, and objective.label_dropout=0 left none in training...

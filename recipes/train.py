@@ -154,7 +154,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         where = f"{ckpt_path}, step {checkpoint['global_step']}" if checkpoint else "no interrupted run, starts anew"
         print(f"resume=auto: {where}")
     if checkpoint:
-        resume.report_differences(checkpoint, config, trainer)
+        resume.report_differences(checkpoint, config, trainer, data)
         del checkpoint  # fit reads it again
     if trainer.is_global_zero:
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
