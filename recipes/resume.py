@@ -40,7 +40,9 @@ def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
         return None
     if ckpt_path == "auto":
         own = output_dir / "checkpoints" / "last.ckpt"
-        return _settled(own if own.is_file() else None)
+        found = own if own.is_file() else None
+        # Other processes, which repeat resume=auto, look here too; a ckpt_path beside it would be refused.
+        return found if config.get("resume") else _settled(found)
     if ckpt_path == "last":
         root = output_dir.parent
         newest = newest_of(root)

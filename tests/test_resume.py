@@ -454,6 +454,19 @@ def test_last_is_the_newest_of_runs_and_jobs_for_all_recipes(monkeypatch: pytest
         assert resume.find_checkpoint({"ckpt_path": "last"}, experiment / "new") == path
 
 
+def test_processes_that_repeat_resume_auto_are_not_told_a_checkpoint_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "checkpoints" / "last.ckpt"
+    own.parent.mkdir()
+    own.touch()
+    monkeypatch.setattr(sys, "argv", ["recipes.train", "resume=auto"])
+    assert resume.find_checkpoint({"resume": "auto", "ckpt_path": None}, tmp_path) == own
+    assert sys.argv == ["recipes.train", "resume=auto"]
+    assert resume.find_checkpoint({"ckpt_path": "auto"}, tmp_path) == own
+    assert sys.argv[2:] == [f"ckpt_path='{own}'"]
+
+
 def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "last.ckpt"
     WholeFiles().save_checkpoint({"step": 1}, path)
