@@ -16,7 +16,6 @@ from typing import Any
 
 import hydra
 import lightning as L
-import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -31,6 +30,7 @@ from recipes.checks import check_model
 from recipes.config import ConfigError, build, check_targets, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
 from recipes.first_step import check_optimizer
+from recipes.places import device_of
 from recipes.settings import seed_problems
 
 OPTION = "policy"
@@ -61,7 +61,7 @@ def audit_recipe(config: dict[str, Any], output_dir: Path) -> Audit:
     module = DiffusionModule(
         net=build(config, "model"), objective=build(config, "objective"), optimizer=make_optimizer, seed=config["seed"]
     )
-    module.to(config["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
+    module.to(device_of(config["device"]))
     try:
         plugin.policy.resolve(module)
     except ValueError as error:

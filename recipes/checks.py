@@ -7,12 +7,14 @@ values are compared with signatures before (`recipes.signatures`), and a checkpo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,10 +22,16 @@ from torch.func import functional_call
 
 from lightning_mixprec import MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.float8_advice import refuse_device
-from recipes.config import ConfigError, refusals
+from recipes.config import ConfigError, collected, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.places import check_writable
 from recipes.run_length import RunLength, limited, run_length
-from recipes.sampler import Sampler
+from recipes.sample_grid import SampleGrid
+from recipes.sampler import Sampler, check_guidance
+from recipes.signatures import target_nodes
+
+PLACES = {"dirpath", "directory", "save_dir", "snapshot_dir"}
+"""Arguments of callbacks and loggers that name a directory to write to."""
 
 
 def check_shares(data: Any, ranks: int, settings: dict[str, Any]) -> int:
@@ -71,6 +79,12 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
             "GradientAccumulationScheduler: data.batch_size is the batch of every step. Write "
             "trainer.accumulate_grad_batches=NUMBER instead."
         )
+    for kind, remedy in (
+        (BatchSizeFinder, "data.batch_size is the batch of every step, which no search may change. Write a number"),
+        (LearningRateFinder, "the learning rate is optimizer.lr. Try several: -m optimizer.lr=1e-4,1e-3,1e-2"),
+    ):
+        if any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigError(f"{kind.__name__}: {remedy}, and leave the callback out.")
     micro_batch = check_shares(data, ranks, settings)
     if data.steps_per_epoch == 0:
         shares = ranks * accumulated
@@ -156,26 +170,85 @@ def check_model(config: dict[str, Any], module: DiffusionModule, shape: tuple[in
         shape: Of the data's images.
         classes: Of the data.
     """
-    if module.net.null_label != classes:
+    null_label: Any = getattr(module.net, "null_label", None)
+    if null_label is None:
         raise ConfigError(
-            f"model has {module.net.null_label} classes, the data have {classes}. Choose "
+            f"model._target_={config['model']['_target_']} has no attribute null_label. A network for these recipes is "
+            "called with images, noise levels and labels, returns a tensor like the images, and has null_label: the "
+            "label that stands for none, which is the number of classes."
+        )
+    if null_label != classes:
+        raise ConfigError(
+            f"model has {null_label} classes, the data have {classes}. Choose "
             f"model.num_classes={classes}, or other data."
         )
     image = torch.zeros(1, *shape, device="meta")
     state = {name: value.to("meta") for name, value in module.net.state_dict(keep_vars=True).items()}
     with torch.no_grad(), refusals(config, "model"):
         try:
-            found = functional_call(module.net, state, (image, image.new_zeros(1), image.new_zeros(1).long())).shape
+            found = functional_call(module.net, state, (image, image.new_zeros(1), image.new_zeros(1).long()))
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"it cannot take images of shape {list(shape)}: {error}") from error
-        if found != image.shape:
-            raise ValueError(f"images of shape {list(shape)} come out as {list(found[1:])}.")
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(f"it returns a {type(found).__name__}, and must return a tensor like the images.")
+        if found.shape != image.shape:
+            raise ValueError(f"images of shape {list(shape)} come out as {list(found.shape[1:])}.")
+
+
+def check_samples(config: dict[str, Any], data: Any) -> None:
+    """Refuse samples of another form than the module's: the first of each split, of data modules of one's own.
+
+    Args:
+        config: The whole configuration, for the error.
+        data: Set up.
+    """
+    shape, labels = tuple(data.image_shape), max(data.num_classes, 1)
+    for split, key in (("train", (0, 0)), ("val", 0)):
+        if not len(getattr(data, split)):
+            continue
+        with refusals(config, "data"):
+            sample = getattr(data, split)[key]
+        wrong = ""
+        if not (isinstance(sample, dict) and {"image", "label", "index"} <= sample.keys()):
+            wrong = f"is a {type(sample).__name__}; it must be a dict of image, label and index"
+        elif not (torch.is_tensor(image := sample["image"]) and image.is_floating_point() and image.shape == shape):
+            given = f"{image.dtype} of shape {list(image.shape)}" if torch.is_tensor(image) else type(image).__name__
+            wrong = f"has an image that is {given}; it must be floating-point, in [-1, 1], of shape {list(shape)}"
+        elif not 0 <= int(sample["label"]) < labels:
+            wrong = f"has the label {int(sample['label'])}; labels are 0 to {labels - 1}, by num_classes"
+        if wrong:
+            raise ConfigError(
+                f"data._target_={config['data']['_target_']}: {split}[{key}] {wrong}. See recipes.data.Images, which "
+                "is called with (epoch, row) in training and with row in validation."
+            )
 
 
 def check_sampler(config: dict[str, Any], sampler: Sampler, module: DiffusionModule) -> None:
     """Refuse a sampler that the objective has no use for before an hour of training has passed."""
     with refusals(config, "sampler"):
         sampler.check(module.objective)
+
+
+def check_places(config: dict[str, Any]) -> None:
+    """Refuse directories of callbacks, loggers and snapshots that cannot be written to, before the first validation."""
+    problems: list[str] = []
+    for part in ("callbacks", "logger", "ema"):
+        for where, node in target_nodes(config.get(part), part):
+            for key in PLACES & node.keys():
+                if isinstance(node[key], str) and node[key]:
+                    with collected(problems):
+                        check_writable(f"{where}.{key}", Path(node[key]).absolute())
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_guidances(callbacks: Iterable[Any], module: DiffusionModule) -> None:
+    """Refuse sample grids with guidance that the network does not learn."""
+    for grid in (callback for callback in callbacks if isinstance(callback, SampleGrid)):
+        try:
+            check_guidance(grid.guidance, module.objective, int(getattr(module.net, "null_label", 1)))
+        except ValueError as error:
+            raise ConfigError(f"callbacks.samples.{error}") from error
 
 
 def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import io
 import itertools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -36,6 +35,7 @@ from recipes.earlier_runs import complete_run, interrupted_run
 from recipes.experiments import purposes
 from recipes.files import Files
 from recipes.hints import did_you_mean
+from recipes.places import check_writable
 from recipes.screen import folded
 from recipes.signatures import (
     HYDRA_KEYS,
@@ -110,6 +110,14 @@ def checked(argv: list[str], config_name: str) -> list[str]:
                 if o.is_sweep_override()
             ]
             parsed = [o for o in parsed if not o.is_sweep_override()]
+        elif not any(o.key_or_group == "hydra/sweeper" for o in parsed):
+            problems += [
+                f"{o.input_line}: Hydra's basic sweeper draws from no interval. Write the values, such as "
+                f"{o.key_or_group}={interval.start},{interval.end}, or range(FROM,TO,STEP)."
+                for o in parsed
+                if isinstance(interval := o.value(), IntervalSweep)
+            ]
+            parsed = [o for o in parsed if not o.is_interval_sweep()]
         extra = _search_path(args.config_dir, parsed)
         with collected(problems):
             _check_launcher(parsed, args.multirun, name, extra)
@@ -126,10 +134,13 @@ def checked(argv: list[str], config_name: str) -> list[str]:
                 problems.append(str(error).strip() or type(error).__name__)
             else:
                 with collected(problems):
-                    _check_directory(config, args.multirun)
+                    _check_directory(config, args.multirun, len(_jobs(parsed)))
                 shared = [] if args.multirun else _earlier_run(config, given)
         with collected(problems):
-            shared += processes.shared_directory([*given, *(line.partition("=")[0] for line in shared)], args.multirun)
+            own = processes.shared_directory([*given, *(line.partition("=")[0] for line in shared)], args.multirun)
+            if not problems and any(line.startswith("hydra.run.dir=") for line in own):
+                _check_directory(compose(name, overrides=extra + first + own, return_hydra_config=True), False, 1)
+            shared += own
     if problems:
         raise ConfigError(*problems)
     # Overrides last: Hydra's parser refuses them on both sides of an option such as -m.
@@ -140,27 +151,39 @@ def checked(argv: list[str], config_name: str) -> list[str]:
 def _how_to_quote(line: str, parser: OverridesParser) -> str:
     """What to write instead of a value with characters that Hydra has a use for, such as the path of a file."""
     key, _, value = line.partition("=")
-    written = f"{key}={quoted(Path(value))}"
+    written = f"{key}={quoted(Path(value).expanduser())}"  # a shell leaves ~ as it is within quotes
     try:
         parser.parse_overrides([written])
     except HydraException:
         return ""
-    return f' If that is a text, quote it, for the shell too: "{written}".' if value else ""
+    for_shell = written.replace("$", r"\$")
+    return f' If that is a text, quote it, for the shell too: "{for_shell}".' if value else ""
 
 
-def _check_directory(config: DictConfig, sweep: bool) -> None:
-    """Refuse a directory that cannot be made or written to, of which Hydra would tell with a traceback."""
+def _check_directory(config: DictConfig, sweep: bool, jobs: int) -> None:
+    """Refuse a directory that cannot be written to, that jobs would share, or that holds another run's checkpoint.
+
+    Hydra would tell of the first with a traceback, and write into the last before anything else can look at it.
+    """
     key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+    subdir = config.hydra.sweep._get_node("subdir")
+    if sweep and jobs > 1 and not subdir._is_interpolation():
+        raise ConfigError(
+            f"hydra.sweep.subdir={subdir._value()}: all {jobs} jobs would write there, each over the one before. Leave "
+            "it out, or write a directory for each: hydra.sweep.subdir='\\${hydra.job.num}'."
+        )
     try:
         directory = Path(OmegaConf.select(config, key)).absolute()
     except OmegaConfBaseException:  # it refers to what Hydra alone knows
         return
-    if directory.is_dir() and config.hydra.output_subdir is None:  # nothing of its own is written there
-        return
-    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is no directory"
-        raise ConfigError(f"{key}={directory}: {there} {why}. Write {key}=PATH, with a path that can.")
+    anew = "resume" in config and not any(config.get(key) for key in ("resume", "ckpt_path", "dry_run"))
+    if anew and (last := next(directory.glob(f"{'*/' * sweep}checkpoints/last.ckpt"), None)):
+        raise ConfigError(
+            f"{key}={directory}: {last} is there already, and would be overwritten. To go on with it, write "
+            f"resume=auto; to start anew, {key}=ANOTHER, or remove the directory."
+        )
+    if not directory.is_dir() or config.hydra.output_subdir is not None:  # else nothing of its own is written there
+        check_writable(key, directory)
 
 
 def _search_path(config_dir: str | None, overrides: list[Override]) -> list[str]:
@@ -228,8 +251,9 @@ def _jobs(overrides: list[Override]) -> list[list[tuple[Override, str]]]:
     choices = []
     for override in overrides:
         if override.is_sweep_override():
-            prefix = override.get_key_element()
-            choices.append([(override, f"{prefix}={value}") for value in override.sweep_string_iterator()])
+            prefix, swept = override.get_key_element(), override.value()
+            ends = [str(swept.start), str(swept.end)] if isinstance(swept, IntervalSweep) else None
+            choices.append([(override, f"{prefix}={value}") for value in ends or override.sweep_string_iterator()])
         else:
             choices.append([(override, str(override.input_line))])
     return [list(job) for job in itertools.product(*choices)]
@@ -255,8 +279,8 @@ def _check_job(job: list[tuple[Override, Override]], files: Files) -> dict[str, 
         options = files.options(override.key_or_group)
         if not options:
             keys.append((given, override))
-        elif unknown := _unknown_options(override, options):
-            problems.append(unknown)
+        elif wrong := _unknown_options(override, options) or _wrong_choice(override, files):
+            problems.append(wrong)
         else:
             groups.append(override)
     chosen = [f"{o.key_or_group}/{o.value()}" for o in groups if isinstance(o.value(), str)]
@@ -296,7 +320,8 @@ def _check_job(job: list[tuple[Override, Override]], files: Files) -> dict[str, 
                     _check_added(override, base)
                 ConfigLoaderImpl._apply_overrides_to_config([override], base)
         except TROUBLE as error:
-            problems.append(f"{override.input_line}: {str(error).strip()}")
+            reason = str(error.__cause__ or "").strip().partition("\n")[0]
+            problems.append(f"{override.input_line}: {str(error).strip()}{f': {reason}' if reason else ''}")
 
     found: list[Problem] = []
     config = resolved(base, found, early=True)
@@ -332,6 +357,28 @@ def _unknown_options(override: Override, options: list[str]) -> str:
             return (
                 f"{override.input_line}: there is no {override.key_or_group} '{choice}'."
                 f"{did_you_mean(str(choice), options)} Choices: {', '.join(options)}."
+            )
+    return ""
+
+
+def _wrong_choice(override: Override, files: Files) -> str:
+    """What to say of a choice of options that exist, for a group that has none, has one already, or is made of one."""
+    group, value, chosen = override.key_or_group, override.value(), files.groups()
+    if group.startswith("hydra/"):
+        return ""
+    if group not in chosen:
+        return f"{override.input_line}: there is no {group} to choose here. Groups: {', '.join(chosen) or 'none'}."
+    if override.is_delete():
+        needed = "Runs are kept in directories by its name. Write experiment=NAME."
+        return f"{override.input_line}: there must be an experiment. {needed}" if group == "experiment" else ""
+    if override.is_add() or override.is_force_add():
+        return f"{override.input_line}: one is chosen already. Write {group}={value}."
+    if isinstance(value, list):
+        classes = [str(name) for name in value if "_target_" in (files.read(f"{group}/{name}") or {})]
+        if len(classes) > 1:
+            return (
+                f"{override.input_line}: the last would be mixed with the others, each of which is a {group} of its "
+                f"own. Choose one: {group}={classes[0]}; to try all, -m {group}={','.join(classes)}."
             )
     return ""
 

@@ -22,7 +22,21 @@ from omegaconf import DictConfig, ListConfig, Node
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from recipes.hints import MISSING, did_you_mean
-from recipes.signatures import HYDRA_KEYS, REMEDY, Problem, keywords_of, problems_in
+from recipes.signatures import HYDRA_KEYS, REMEDY, Problem, keywords_of, located, problems_in
+
+KINDS = {
+    "data": "recipes.data.DataModule",
+    "model": "torch.nn.Module",
+    "objective": "recipes.denoising.Objective",
+    "sampler": "recipes.sampler.Sampler",
+    "precision": "lightning_mixprec.MasterWeightPrecision",
+    "strategy": "lightning.pytorch.strategies.Strategy",
+    "ema": "lightning.Callback",
+    "callbacks": "lightning.Callback",
+    "logger": "lightning.pytorch.loggers.Logger",
+    "trainer": "lightning.Trainer",
+}
+"""What a part must be; below `callbacks` and `logger`, each of what is named there."""
 
 
 class ConfigError(Exception):
@@ -166,7 +180,14 @@ def build(config: dict[str, Any], path: str, **arguments: Any) -> Any:
     if isinstance(node, DictConfig):
         raise TypeError("build() takes plain containers; call plain() first.")
     with refusals(config, path):
-        return instantiate(node, _convert_="all", **arguments)
+        built = instantiate(node, _convert_="all", **arguments)
+    kind = KINDS.get(path.partition(".")[0])
+    if kind is not None and not isinstance(built, located(kind)):
+        raise ConfigError(
+            f"{path}._target_={node['_target_']} gives a {type(built).__name__}, and {path} must be a {kind}. Derive "
+            "the class from that, or choose an option of the group."
+        )
+    return built
 
 
 @contextlib.contextmanager
@@ -224,13 +245,13 @@ def _about(given: dict[str, Any], message: str) -> dict[str, Any]:
         {'optimizer.lr': -1}
     """
 
-    def says(text: Any) -> bool:
-        return re.search(rf"(?<![\w.-]){re.escape(str(text))}(?!\w|\.\w)", message) is not None
+    def says(text: Any, before: str = "") -> bool:
+        return re.search(rf"(?<![\w.{before}-]){re.escape(str(text))}(?!\w|\.\w)", message) is not None
 
     tests = (
         lambda key, value: says(f"{key}={value}"),
         lambda key, value: says(key) and says(value),
-        lambda key, value: says(value),
+        lambda key, value: says(value, before="="),  # else it is what another key was given
         lambda key, value: says(key),
     )
     for test in tests:

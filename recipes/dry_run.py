@@ -26,6 +26,7 @@ from recipes.diffusion import DiffusionModule
 from recipes.loading import Batch
 from recipes.memory import Memory, count, saved_for_backward, state_bytes, state_bytes_of_a_step
 from recipes.run_length import RunLength, run_length
+from recipes.settings import idle_problems
 
 
 class OneBatch(L.Callback):
@@ -116,7 +117,7 @@ def without_devices(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: As training would, but for what only data, devices and processes can tell.
     """
-    problems: list[str] = []
+    problems = idle_problems(config)
     parts: dict[str, Any] = {}
     with torch.device("meta"), collected(problems):
         parts |= build_all(config, ("model",))

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.config import ConfigError
+from recipes.config import ConfigError, plain
 from recipes.ending import TimeLimit
 from recipes.resume import differences
 from recipes.run_length import EPOCHS
@@ -97,6 +98,33 @@ def outcome_of(trainer: L.Trainer, config: DictConfig, validation_loss: float | 
     }
 
 
+def outcome_of_checkpoint(directory: Path, config: DictConfig) -> dict[str, Any] | None:
+    """Outcome of a run that was killed between its last checkpoint and its `result.json`: there is no step left.
+
+    Args:
+        directory: Of the run.
+        config: Composed, references unresolved.
+
+    Returns:
+        Nothing if there is a result, if steps are left, or if another configuration took them.
+    """
+    path, limit = directory / "checkpoints" / "last.ckpt", config.trainer.get("max_steps", -1)
+    if "config" in _ended(directory) or limit == -1 or not path.is_file():
+        return None
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # no tensor is read
+    if saved["global_step"] < limit or differences(saved.get("recipe", {}), plain(config)):
+        return None
+    return {
+        "steps": saved["global_step"],
+        "validation_loss": saved.get("validation_loss"),
+        "epochs": saved["epoch"],
+        "max_steps": limit,
+        "max_epochs": config.trainer.get("max_epochs") or -1,
+        "out_of_time": False,
+        "config": _comparable(config),
+    }
+
+
 def complete_run(directory: Path, config: DictConfig) -> dict[str, Any] | None:
     """Outcome of the run in this directory if it is complete: it ended well, and no more is asked for now.
 
@@ -116,10 +144,9 @@ def complete_run(directory: Path, config: DictConfig) -> dict[str, Any] | None:
     asked = _limits(**{key: config.trainer.get(key) for key in ("max_steps", "max_epochs")})
     before = _limits(found["max_steps"], found["max_epochs"])
     reached = (found["steps"], found["epochs"])
-    if any(new > old for new, old in zip(asked, before, strict=True)) and all(
+    more = any(new > old for new, old in zip(asked, before, strict=True)) and all(
         limit > done for limit, done in zip(asked, reached, strict=True)
-    ):
-        return None
+    )
     changed = [text for text in differences(found["config"], _comparable(config)) if text.split()[0] not in LIMITS]
     if changed:
         raise ConfigError(
@@ -127,7 +154,7 @@ def complete_run(directory: Path, config: DictConfig) -> dict[str, Any] | None:
             "(that run -> this one). Give this one a directory of its own: hydra.run.dir=PATH, or hydra.sweep.dir=PATH "
             "for a sweep."
         )
-    return found
+    return None if more else found
 
 
 def _limits(max_steps: int | None, max_epochs: int | None) -> tuple[float, float]:

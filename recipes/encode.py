@@ -28,6 +28,7 @@ from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.data import DataModule
 from recipes.latents import MANIFEST, LatentsDataModule, Manifest, Shard, Source, read_manifest
 from recipes.loading import Loader
+from recipes.places import check_writable, device_of
 
 NOT_OF_IMAGES = ("seed", "batch_size", "num_workers", "download", "flip")
 """Arguments of a data module that say nothing about its images."""
@@ -53,7 +54,8 @@ def encode(config: dict[str, Any]) -> Path:
         if not isinstance(config[key], int) or config[key] < 1:
             raise ConfigError(f"{key}={config[key]} must be a whole number, at least 1.")
     path, output = to_absolute_path(config["autoencoder"]), Path(to_absolute_path(config["output"]))
-    device = torch.device(config["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(config["device"])
+    check_writable("output", output)
     autoencoder = FrozenAutoencoder(path, config["dtype"]).to(device)
     data = build(config, "data")
     if isinstance(data, LatentsDataModule):

@@ -29,11 +29,12 @@ from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.denoising import Objective
 from recipes.features import TURNS, FrechetDistance, SmallClassifier, frechet_distance, pixels, train_classifier
 from recipes.images import count_non_finite
+from recipes.places import check_writable
 from recipes.randomness import validation_draws
 from recipes.sample import batches
 from recipes.sampler import draw_images
 from recipes.screen import said
-from recipes.trained import number, open_checkpoint, result_name, sampler_of, weights_of, whole_number
+from recipes.trained import guidance_of, open_checkpoint, result_name, sampler_of, weights_of, whole_number
 
 
 def evaluate(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +55,18 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     net = trained.network(net, weights_of(trained.checkpoint, "raw", trained.path), config["device"])
     device = next(net.parameters()).device
     sampler = sampler_of(config, trained, objective)
-    guidance, seed = number(config, "guidance"), whole_number(config, "seed", 0)
+    guidance, seed = guidance_of(config, objective, net), whole_number(config, "seed", 0)
     count, batch_size = whole_number(config, "samples", 2), whole_number(config, "batch_size", 1)
     given = config["inception_weights"]
     inception = to_absolute_path(given) if given else None
+    name = f"{result_name(trained, sampler, guidance, seed)}.json"
+    output = Path(to_absolute_path(config["output"])) if config["output"] else trained.path.with_name(name)
+    if output.is_dir():
+        raise ConfigError(f"output={output} is a directory. Write output=PATH of a JSON file.")
+    check_writable("output", output)
     data.setup()
+    if len(data.train) < 2:
+        raise ConfigError(f"data: a distance to {len(data.train)} training image(s) says nothing. Give at least 2.")
     classifier = SmallClassifier(1, data.num_classes or len(TURNS))
     frechet_distance(
         classifier, inception, torch.device("cpu"), data.num_classes
@@ -111,8 +119,6 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         "frechet_validation": len(data.val),
     }
     show(result)
-    name = f"{result_name(trained, sampler, guidance, seed)}.json"
-    output = Path(to_absolute_path(config["output"])) if config["output"] else trained.path.with_name(name)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
@@ -140,8 +146,10 @@ def correct(classifier: SmallClassifier, images: Tensor, labels: Tensor) -> int:
     return int((classifier(images).argmax(dim=1) == labels.to(images.device)).sum())
 
 
-def of(metric: FrechetDistance, batches: list[Tensor]) -> float:
-    """Distance of other 8-bit images to the same reference."""
+def of(metric: FrechetDistance, batches: list[Tensor]) -> float | None:
+    """Distance of other 8-bit images to the same reference; None of a single image, which has no covariance."""
+    if sum(len(images) for images in batches) < 2:
+        return None
     metric.reset()  # keeps the features of the reference
     for images in batches:
         metric.update(images, real=False)
@@ -171,11 +179,11 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(
             "class accuracy", text("class_accuracy", ".1%"), f"validation images {text('classifier_accuracy', '.1%')}"
         )
+    validation = text("frechet_distance_validation", ".2f") if result["frechet_validation"] > 1 else "are too few"
     table.add_row(
         "Frechet distance",
         text("frechet_distance", ".2f"),
-        f"{result['frechet_validation']} validation images {text('frechet_distance_validation', '.2f')}, "
-        f"noise {text('frechet_distance_noise', '.0f')}",
+        f"{result['frechet_validation']} validation images {validation}, noise {text('frechet_distance_noise', '.0f')}",
     )
     table.add_row("non-finite samples", f"{result['non_finite_samples']} of {result['samples']}", "")
     Console().print(table)

@@ -26,6 +26,7 @@ from recipes import command_line
 from recipes.config import ConfigError, build, check_targets, fail, plain
 from recipes.diffusers_format import VERSION, Config, fold_label, scheduler_config, time_scale, unet_config
 from recipes.objective import DDPM
+from recipes.places import check_writable
 from recipes.screen import said
 from recipes.trained import open_checkpoint
 
@@ -56,6 +57,7 @@ def export(config: dict[str, Any]) -> Path:
         output = Path(to_absolute_path(config["output"]))
     if output.exists():
         raise ConfigError(f"output={output} exists already. Remove it, or write output=ANOTHER.")
+    check_writable("output", output)
 
     files: dict[str, Config | dict[str, Tensor]] = {}
     note: Config = {

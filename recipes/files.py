@@ -47,6 +47,12 @@ class Files:
         """Names of a group's files; nothing if there is no such group."""
         return self.repository.get_group_options(group, ObjectType.CONFIG)
 
+    def groups(self) -> list[str]:
+        """Those that the primary file chooses an option of."""
+        result = self.repository.load_config(self.config_name)
+        entries = [] if result is None else result.defaults_list or []
+        return [str(entry.group) for entry in entries if isinstance(entry, GroupDefault) and not entry.override]
+
     def read(self, path: str) -> Any:
         """A file as OmegaConf reads it, or None; `path` is such as `model/unet_tiny`."""
         result = self.repository.load_config(path)
@@ -139,7 +145,7 @@ class Files:
                 continue
             node = self.read(default.config_path)
             for part in key.removeprefix(package).split("."):
-                node = node._get_node(part) if isinstance(node, DictConfig) else None
+                node = node._get_node(part) if isinstance(node, DictConfig) and part in node.keys() else None
             if node is not None:
                 return self.name_of(default.config_path)
         return ""

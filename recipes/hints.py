@@ -80,7 +80,17 @@ def mismatch(value: Any, hint: Any) -> str:
     if not allowed:
         return ""
     whole = f" (write {value:.0f})" if isinstance(value, float) and value.is_integer() else ""
+    if isinstance(value, str) and {int, float} & {*kinds} and _is_number(value):
+        whole = f", and '{value}' is text (write no quotes; of the environment ${{oc.decode:${{oc.env:NAME}}}})"
     return f"{' or '.join(dict.fromkeys(allowed))}{whole}.{did_you_mean(str(value), choices)}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _sequence_mismatch(value: Any, origin: Any, kinds: tuple[Any, ...]) -> str:

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import to_absolute_path
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -39,7 +40,9 @@ def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
         return None
     if ckpt_path == "auto":
         own = output_dir / "checkpoints" / "last.ckpt"
-        return _settled(own if own.is_file() else None)
+        found = own if own.is_file() else None
+        # Other processes, which repeat resume=auto, look here too; a ckpt_path beside it would be refused.
+        return found if config.get("resume") else _settled(found)
     if ckpt_path == "last":
         root = output_dir.parent
         newest = newest_of(root)
@@ -50,12 +53,21 @@ def find_checkpoint(config: dict[str, Any], output_dir: Path) -> Path | None:
             )
         return _settled(newest)
     path = Path(to_absolute_path(ckpt_path)) if HydraConfig.initialized() else Path(ckpt_path).absolute()
+    refuse_folder(str(ckpt_path), path)
     if not path.is_file():
         raise ConfigError(
             f"ckpt_path={ckpt_path}: there is no file {path}. Write ckpt_path=last for the newest checkpoint of this "
             "experiment, or the path of a .ckpt file."
         )
     return path
+
+
+def refuse_folder(given: str, path: Path) -> None:
+    """Say which file is meant where `ckpt_path` names a directory, such as that of a run."""
+    if path.is_dir():
+        last = next(path.rglob("last.ckpt"), None)
+        remedy = f"ckpt_path={last}" if last else "the path of a .ckpt file"
+        raise ConfigError(f"ckpt_path={given} is a directory. Write {remedy}.")
 
 
 def newest_of(*experiments: Path) -> Path | None:
@@ -127,6 +139,23 @@ def check_optimizer(checkpoint: dict[str, Any], config: dict[str, Any], path: Pa
         )
 
 
+def check_last(config: dict[str, Any], callbacks: list[Any], output_dir: Path) -> None:
+    """Refuse `resume=auto` where nothing writes the checkpoint that it would go on from.
+
+    Args:
+        config: This run's configuration, plain.
+        callbacks: Of this run.
+        output_dir: This run's directory.
+    """
+    folder = (output_dir / "checkpoints").resolve()
+    writers = [c for c in callbacks if isinstance(c, ModelCheckpoint) and (c.filename == "last" or c.save_last)]
+    if config.get("resume") and not any(c.dirpath and Path(c.dirpath).resolve() == folder for c in writers):
+        raise ConfigError(
+            f"resume=auto goes on from {folder / 'last.ckpt'}, and no callback writes that. Leave callbacks.last as it "
+            "is; for checkpoints in another place as well, add a ModelCheckpoint: +callbacks.mine._target_=CLASS."
+        )
+
+
 def check_steps(checkpoint: dict[str, Any], config: dict[str, Any], path: Path) -> None:
     """Refuse a resume that has nothing to do."""
     step, limit = checkpoint.get("global_step", 0), config["trainer"].get("max_steps", -1)
@@ -182,7 +211,7 @@ def _portable(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v.replace(root, "RUN", 1) if root and str(v).startswith(root) else v for k, v in values.items()}
 
 
-def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], trainer: L.Trainer) -> None:
+def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], trainer: L.Trainer, data: Any) -> None:
     """Say in one line what this run does otherwise than the one that it continues; resuming goes on all the same."""
     if not trainer.is_global_zero or "recipe" not in checkpoint:
         return
@@ -190,5 +219,8 @@ def report_differences(checkpoint: dict[str, Any], config: dict[str, Any], train
     processes = checkpoint.get("processes", trainer.world_size)
     if processes != trainer.world_size:
         changed.append(f"processes {processes} -> {trainer.world_size}")
+    for split, now in (("training", len(data.train)), ("validation", len(data.val))):
+        if (before := checkpoint.get("images", {}).get(split, now)) != now:  # which puts them all in another order
+            changed.append(f"{split} images {before} -> {now}")
     if changed:
         print(f"changed since the checkpoint: {', '.join(changed)}")

@@ -58,8 +58,9 @@ class RunRecord(L.Callback):
 
     It is text in TensorBoard and `hparams.yaml` at the start, plain containers under `recipe` in every checkpoint (so
     that `recipes.sample` can rebuild the network, and `torch.load(weights_only=True)` reads the file) with the number
-    of `processes`, `image_shape` and `num_classes` of the data beside it (for which the images would have to be there),
-    and one line of TensorBoard's HParams page with the final metrics at the end.
+    of `processes`, the last `validation_loss`, the number of `images`, and `image_shape` and `num_classes` of the data
+    (for which the images would have to be there) beside it, and one line of TensorBoard's HParams page with the final
+    metrics at the end.
 
     Args:
         config: Plain dicts, lists and scalars.
@@ -79,9 +80,12 @@ class RunRecord(L.Callback):
         """Add the configuration to the checkpoint, and what the network was made for."""
         checkpoint["recipe"] = self.config
         checkpoint["processes"] = trainer.world_size
+        loss = trainer.callback_metrics.get("val/loss")
+        checkpoint["validation_loss"] = None if loss is None else float(loss)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             checkpoint["image_shape"], checkpoint["num_classes"] = list(data.image_shape), data.num_classes
+            checkpoint["images"] = {"training": len(data.train), "validation": len(data.val)}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write one HParams entry, with metrics that are real: those that were never measured are left out."""

@@ -20,8 +20,12 @@ from torch import Tensor
 from recipes import command_line
 from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.images import count_non_finite, image_grid, save_png
+from recipes.places import check_writable
 from recipes.sampler import draw_images
-from recipes.trained import number, open_checkpoint, result_name, sampler_of, whole_number
+from recipes.trained import guidance_of, open_checkpoint, result_name, sampler_of, whole_number
+
+PICTURES = (".png", ".jpg", ".webp")
+"""How the name of a grid may end."""
 
 
 def sample(config: dict[str, Any]) -> None:
@@ -38,7 +42,7 @@ def sample(config: dict[str, Any]) -> None:
     net, objective, data = trained.build()
     net = trained.network(net, trained.state, config["device"])
     sampler = sampler_of(config, trained, objective)
-    guidance, seed = number(config, "guidance"), whole_number(config, "seed", 0)
+    guidance, seed = guidance_of(config, objective, net), whole_number(config, "seed", 0)
     batch_size = whole_number(config, "batch_size", 1)
     shape, num_classes = trained.made_for(data)
     classes = chosen(config["classes"], num_classes)
@@ -50,6 +54,12 @@ def sample(config: dict[str, Any]) -> None:
         output = Path(to_absolute_path(config["output"]))
     if folder and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"output={output} exists already. Remove it, or write output=ANOTHER.")
+    if not folder and (output.is_dir() or output.suffix.lower() not in PICTURES):
+        raise ConfigError(
+            f"output={output} is no name of a picture. Write one that ends in {' or '.join(PICTURES)}; or count=NUMBER "
+            "for a folder of images."
+        )
+    check_writable("output", output)
     data.to_images(torch.zeros(1, *shape))  # what cannot be decoded is refused before anything is drawn
 
     drawn, bad = [], 0

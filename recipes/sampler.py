@@ -207,6 +207,34 @@ class HeunSampler(EulerSampler):
         return scale[-1] * y
 
 
+def check_guidance(guidance: float, objective: Objective, null_label: int) -> None:
+    """Refuse guidance by what the network has not learned: classes, or images without one.
+
+    Args:
+        guidance: See `guided`.
+        objective: The one it was trained with.
+        null_label: Of the network; 0: it has no classes.
+
+    Raises:
+        ValueError: With what guidance would need.
+
+    Example:
+        >>> from recipes.objective import EDM
+        >>> check_guidance(2.0, EDM(label_dropout=0.0), null_label=10)
+        Traceback (most recent call last):
+        ValueError: guidance=2 needs images without a label, and objective.label_dropout=0 left none in training...
+    """
+    if guidance == 1.0:
+        return
+    if not null_label:
+        raise ValueError(f"guidance={guidance:g} needs classes, and the network has none. Write guidance=1.")
+    if objective.label_dropout == 0:
+        raise ValueError(
+            f"guidance={guidance:g} needs images without a label, and objective.label_dropout=0 left none in training. "
+            "Write guidance=1, or train with objective.label_dropout=0.1."
+        )
+
+
 def guided(objective: Objective, net: Network, labels: Tensor, null_label: int, guidance: float = 1.0) -> Denoiser:
     """Classifier-free guidance (Ho and Salimans 2022): D = D(no label) + guidance · (D(label) - D(no label)).
 

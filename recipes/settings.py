@@ -101,6 +101,9 @@ def run_problems(config: dict[str, Any]) -> list[str]:
             f"trainer.val_check_interval={interval} is a share of an epoch, and trainer.check_val_every_n_epoch=null "
             "counts batches over epochs. Write trainer.check_val_every_n_epoch=1 as well, or a number of batches."
         )
+    if settings.get("gradient_clip_algorithm") and settings.get("gradient_clip_val") is None:
+        given = settings["gradient_clip_algorithm"]
+        found.append(f"trainer.gradient_clip_algorithm={given} clips nothing. Write trainer.gradient_clip_val as well.")
     found += seed_problems(config)
     for key, kind in (("enable_checkpointing", Checkpoint), ("enable_progress_bar", ProgressBar)):
         made = [name for name, node in callbacks.items() if node and issubclass(_class_of(node), kind)]
@@ -132,6 +135,25 @@ def monitor_problems(config: dict[str, Any]) -> list[str]:
         if isinstance(monitor := node.get("monitor"), str)
         and monitor not in known
         and not monitor.startswith(LOGGED_BY_CALLBACKS)
+    ]
+
+
+IDLE = {"gamma": ("weighting", "none"), "P_mean": ("density", "uniform"), "P_std": ("density", "uniform")}
+"""Arguments of objectives, and the choice, by its argument, under which they are not used."""
+
+
+def idle_problems(config: dict[str, Any]) -> list[str]:
+    """Numbers of a loss weight or of a density of times that the objective does not use.
+
+    Example:
+        >>> idle_problems({"objective": {"_target_": "recipes.objective.EDM", "gamma": 3}})
+        ["objective.gamma=3 is not used: weighting is 'none'. Choose another objective.weighting, or leave it out."]
+    """
+    node = config.get("objective") or {}
+    return [
+        f"objective.{key}={node[key]} is not used: {by} is {unused!r}. Choose another objective.{by}, or leave it out."
+        for key, (by, unused) in IDLE.items()
+        if key in node and node.get(by, getattr(_class_of(node), by, None)) == unused
     ]
 
 

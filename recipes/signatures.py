@@ -34,6 +34,9 @@ SETTINGS: dict[str, Any] = {
 GROUPS = ("data", "model", "objective", "sampler", "precision", "strategy", "trainer", "optimizer", "scheduler", "ema")
 """Top-level keys that each build one object."""
 
+PARTIAL = ("optimizer", "scheduler")
+"""Of these, those whose first argument YAML cannot give: parameters, and the optimizer."""
+
 NAMED_PARTS = ("callbacks",)
 """Top-level keys that hold any number of objects, each under a name of its own."""
 
@@ -218,7 +221,7 @@ def problems_in(config: dict[str, Any]) -> list[Problem]:
         if isinstance(trainer, dict) and owned in trainer:
             text = f"trainer.{owned}={trainer[owned]} is not used here. Write {remedy}."
             found.append(Problem(f"trainer.{owned}", text))
-    for where, node in _target_nodes(config, ""):
+    for where, node in target_nodes(config, ""):
         found += _problems_of(where, node)
     return [*found, *_endless(config, "")]
 
@@ -271,9 +274,9 @@ def _problems_of(where: str, node: dict[str, Any]) -> Iterator[Problem]:
     # Of a partial the first is what YAML cannot give: parameters of an optimizer, the optimizer of a scheduler.
     for key in required[1:] if node.get("_partial_") else required:
         if key not in node and "_args_" not in node:
-            yield Problem(
-                f"{where}.{key}", f"{where}.{key} is missing: {target} has no default. {_give(where, key, hints)}"
-            )
+            given = f"Write {where}._partial_=true: it is given by the run."
+            remedy = given if where in PARTIAL and key == required[0] else _give(where, key, hints)
+            yield Problem(f"{where}.{key}", f"{where}.{key} is missing: {target} has no default. {remedy}")
 
 
 def _give(where: str, key: str, hints: dict[str, Any]) -> str:
@@ -281,7 +284,13 @@ def _give(where: str, key: str, hints: dict[str, Any]) -> str:
     return f"Write {where}.{key}=VALUE{f', {taken}' if taken else ''}."
 
 
-def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every node that names a class, with the key that it stands under.
+
+    Example:
+        >>> [key for key, _ in target_nodes({"a": {"_target_": "b", "c": {"_target_": "d"}}}, "")]
+        ['a', 'a.c']
+    """
     if isinstance(node, dict):
         if "_target_" in node:
             yield path, node
@@ -291,4 +300,4 @@ def _target_nodes(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     else:
         return
     for key, child in children:
-        yield from _target_nodes(child, f"{path}.{key}" if path else str(key))
+        yield from target_nodes(child, f"{path}.{key}" if path else str(key))

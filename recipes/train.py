@@ -38,7 +38,7 @@ from recipes.own_settings import OwnSettings
 from recipes.run_length import run_length
 from recipes.run_record import RunRecord
 from recipes.sample_grid import SampleGrid
-from recipes.settings import check_settings
+from recipes.settings import check_settings, idle_problems
 
 NOISE = (
     ".*dirpath has changed from.*",  # every run has its own
@@ -83,7 +83,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     checkpoint = resume.read(ckpt_path) if ckpt_path else None
     L.seed_everything(seed, workers=True)
 
-    problems: list[str] = []
+    problems = idle_problems(config)
     parts: dict[str, Any] = {}
     with collected(problems):
         parts |= build_all(config, PARTS)
@@ -122,8 +122,12 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         lambda: resume.check_fits(checkpoint, config, module, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
+        lambda: checks.check_places(config) if trainer.is_global_zero and not dry else None,
+        lambda: resume.check_last(config, callbacks, output_dir),
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
+        lambda: checks.check_samples(config, data),
         lambda: checks.check_sampler(config, parts["sampler"], module),
+        lambda: checks.check_guidances(callbacks, module),
         lambda: first_step.check_optimizer(
             config,
             module,
@@ -150,7 +154,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         where = f"{ckpt_path}, step {checkpoint['global_step']}" if checkpoint else "no interrupted run, starts anew"
         print(f"resume=auto: {where}")
     if checkpoint:
-        resume.report_differences(checkpoint, config, trainer)
+        resume.report_differences(checkpoint, config, trainer, data)
         del checkpoint  # fit reads it again
     if trainer.is_global_zero:
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -189,7 +193,9 @@ def report(trainer: L.Trainer, output_dir: Path, config: DictConfig) -> None:
 def curves(trainer: L.Trainer, output_dir: Path) -> str:
     """Where they are: the command that shows them, the files of other loggers, or that nothing was logged."""
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        return f"tensorboard --logdir {shlex.quote(str(output_dir))}"
+        places = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        place = output_dir if any(output_dir in (path, *path.parents) for path in places) else places[0]
+        return f"tensorboard --logdir {shlex.quote(str(place))}"
     others = [str(logger.log_dir or logger.name) for logger in trainer.loggers if not isinstance(logger, DummyLogger)]
     return ", ".join(others) or "not logged"
 
@@ -250,6 +256,11 @@ def main(cfg: DictConfig) -> float | None:
                 return complete["validation_loss"]
         if sweep.is_job():
             return sweep.run_job(output_dir)
+        if cfg.get("resume") == "auto" and not cfg.get("dry_run"):
+            if outcome := earlier_runs.outcome_of_checkpoint(output_dir, cfg):
+                print(f"resume=auto: the run in {output_dir} had taken its last step, and its result is kept now")
+                sweep.write_result(output_dir, outcome)
+                return outcome["validation_loss"]
         with quiet():
             trainer = train(plain(cfg), output_dir)
     except (ConfigError, MisconfigurationException) as error:

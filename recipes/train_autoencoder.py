@@ -30,6 +30,7 @@ from recipes.data import DataModule
 from recipes.first_step import check_optimizer
 from recipes.images import image_grid
 from recipes.loading import Batch
+from recipes.places import check_writable
 from recipes.progress import ProgressLine
 from recipes.randomness import TRAINING, keyed_generator
 from recipes.settings import run_problems
@@ -144,8 +145,11 @@ def train_autoencoder(config: dict[str, Any]) -> tuple[L.Trainer, Path]:
     check_targets(config)
     if problems := run_problems(config):
         raise ConfigError(*problems)
+    if config["output"] is None:
+        raise ConfigError("output is missing. Write output=PATH, a directory for the autoencoder.")
     output = Path(to_absolute_path(config["output"]))
-    if output.exists() and any(output.iterdir()):
+    check_writable("output", output)
+    if output.is_dir() and any(output.iterdir()):
         raise ConfigError(
             f"output={output} is not empty. Latents are worth nothing without the autoencoder that made them: choose "
             "another output, or remove that directory."

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import get_object, to_absolute_path
 from torch import Tensor, nn
 
@@ -19,8 +18,9 @@ from lightning_mixprec.profiles import gamma_of, in_words
 from lightning_mixprec.snapshots import Snapshot, read_snapshots
 from recipes.config import ConfigError, build, did_you_mean, refusals
 from recipes.denoising import Objective
-from recipes.resume import newest_of, read
-from recipes.sampler import Sampler
+from recipes.places import device_of
+from recipes.resume import newest_of, read, refuse_folder
+from recipes.sampler import Sampler, check_guidance
 
 State = dict[str, Tensor]
 
@@ -78,10 +78,7 @@ class Trained:
             net.load_state_dict(state)
         except RuntimeError as error:
             raise ConfigError(f"ckpt_path={self.path} does not fit its own model: {error}") from error
-        try:
-            return net.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-        except (RuntimeError, AssertionError) as error:
-            raise ConfigError(f"device={device} cannot be used: {error} Write device=cpu, or leave it out.") from error
+        return net.to(device_of(device)).eval()
 
 
 def open_checkpoint(config: dict[str, Any]) -> Trained:
@@ -119,11 +116,22 @@ def checkpoint_path(given: str | None) -> Path:
     if given is None:
         raise ConfigError("ckpt_path is missing. Write ckpt_path=PATH, or ckpt_path=last for the newest checkpoint.")
     path = Path(to_absolute_path(str(given)))
+    refuse_folder(str(given), path)
     if not path.is_file():
         raise ConfigError(
             f"ckpt_path={given}: there is no file {path}. Write ckpt_path=last for the newest checkpoint."
         )
     return path
+
+
+def guidance_of(config: dict[str, Any], objective: Objective, net: nn.Module) -> float:
+    """The number `guidance`, for which the network must have been trained."""
+    guidance = number(config, "guidance")
+    try:
+        check_guidance(guidance, objective, int(net.null_label))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return guidance
 
 
 def weights_of(checkpoint: dict[str, Any], choice: str, path: Path, sigma_rel: float | None = None) -> State:

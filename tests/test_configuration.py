@@ -6,6 +6,7 @@ Also what stands in for a run: dry runs of every experiment, and the list of the
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from test_recipes import ROOT, TINY, cli
 from torch import nn
 
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
-from recipes import audit, benchmark, experiments, memory, train_autoencoder
+from recipes import audit, benchmark, encode, experiments, memory, sample, train_autoencoder
+from recipes.checks import check_model, check_samples
 from recipes.config import ConfigError, build, build_all, check_targets
+from recipes.data import DataModule
+from recipes.diffusion import DiffusionModule
 from recipes.first_step import check_optimizer
 from recipes.hints import mismatch
+from recipes.objective import EDM
 from recipes.run_length import RunLength
 from recipes.settings import monitor_problems
 from recipes.signatures import problems_in, signature_of
@@ -167,6 +172,17 @@ MISSING = {
     "--config-name trian": ["--config-name trian: there is no file"],
     "model=diffusers_unet2d model.block_out_chanels=[8]": ["Did you mean 'block_out_channels'"],
     "resume=always": ["resume=always: takes 'auto'."],
+    "+experiment=digits_flow": ["+experiment=digits_flow: one is chosen already. Write experiment=digits_flow."],
+    "++precision=fp32": ["++precision=fp32: one is chosen already. Write precision=fp32."],
+    "~experiment": ["~experiment: there must be an experiment.", "Write experiment=NAME."],
+    "model=[unet_tiny,dit_tiny]": ["Choose one: model=unet_tiny; to try all, -m model=unet_tiny,dit_tiny."],
+    "-m optimizer.lr=interval(1e-4,1e-2)": ["draws from no interval", "optimizer.lr=0.0001,0.01"],
+    "-m seed=0,1 hydra.sweep.subdir=same": ["all 2 jobs would write there", "hydra.job.num"],
+    "optimizer._partial_=false": ["optimizer.params is missing", "Write optimizer._partial_=true"],
+    "optimizer.lr=${oc.env:NOT_SET,0.1}": ["optimizer.lr=0.1", "'0.1' is text", "${oc.decode:${oc.env:NAME}}"],
+    "precision.policy.fp32.0=conv_in": ["precision.policy.fp32.0=conv_in: ", "list index out of range"],
+    "resume=auto callbacks.last.dirpath=elsewhere": ["no callback writes that. Leave callbacks.last as it is"],
+    "resume=auto ~callbacks.last": ["no callback writes that"],
     "resume=auto ckpt_path=last": ["resume=auto chooses the checkpoint, and ckpt_path=last names one"],
     "model.block_out_channels=[12] objective.gamma=0 sampler.steps=0": [
         "block_out_channels=[12]",
@@ -197,6 +213,24 @@ def test_values_of_a_sweep_are_checked_for_all_jobs(
 # Numbers that are none, ranges, and what fails at the first step
 
 IN_VAIN = {
+    "callbacks.last.dirpath=/proc/a callbacks.samples.directory=/proc/b logger.save_dir=/proc/c": [
+        "callbacks.last.dirpath=/proc/a: /proc cannot be written to",
+        "callbacks.samples.directory=/proc/b: /proc cannot",
+        "logger.save_dir=/proc/c: /proc cannot",
+    ],
+    "ema=power ema.snapshot_dir=/proc/a": ["ema.snapshot_dir=/proc/a: /proc cannot be written to"],
+    "ckpt_path=.": ["ckpt_path=. is a directory. Write the path of a .ckpt file"],
+    "data.directory=~/mine": [str(Path("~/mine").expanduser())],
+    "trainer.gradient_clip_algorithm=value": ["clips nothing. Write trainer.gradient_clip_val as well"],
+    "objective.gamma=3": ["objective.gamma=3 is not used: weighting is 'none'"],
+    "callbacks.samples.guidance=2 objective.label_dropout=0": [
+        "callbacks.samples.guidance=2 needs images without a label, and objective.label_dropout=0 left none",
+    ],
+    "objective=ddpm sampler=ddim objective.P_std=2": ["objective.P_std=2 is not used: density is 'uniform'"],
+    "+callbacks.find._target_=lightning.pytorch.callbacks.BatchSizeFinder": ["BatchSizeFinder: data.batch_size is the"],
+    "+callbacks.find._target_=lightning.pytorch.callbacks.LearningRateFinder": ["-m optimizer.lr=1e-4,1e-3,1e-2"],
+    "+callbacks.mine._target_=torch.nn.Identity": ["gives a Identity, and callbacks.mine must be a lightning.Callback"],
+    "logger._target_=torch.nn.Identity": ["gives a Identity, and logger must be a lightning.pytorch.loggers.Logger"],
     "objective.sigma_data=nan objective.P_std=nan objective.sigma_max=inf optimizer.lr=inf optimizer.betas=[nan,0.9] "
     "scheduler.start_factor=nan trainer.gradient_clip_val=-inf objective.gamma=inf callbacks.samples.guidance=nan": [
         "objective.sigma_data=nan: must be a finite number",
@@ -328,6 +362,83 @@ def test_a_schedule_as_long_as_the_run_is_taken_and_left_as_it_was() -> None:
     ],
 )
 def test_the_other_programs_refuse_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    program: Any,
+    line: str,
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli(monkeypatch, *line.split(), program=program) == 2
+    assert expected in capfd.readouterr().err
+
+
+class Sized(DataModule):
+    """Samples as somebody else would write them."""
+
+    image_shape = (1, 8, 8)
+    num_classes = 10
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__(batch_size=4)
+        sample: Any = {"image": torch.zeros(1, 8, 8), "label": 9, "index": 0} | changed
+        self.samples: Any = dict.fromkeys([(0, 0), 0], tuple(sample.values()) if changed.get("label") == () else sample)
+
+    def load(self) -> Any:
+        return self.samples, self.samples
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"image": torch.zeros(1, 8, 8, dtype=torch.uint8)}, r"train\[\(0, 0\)\] has an image that is torch.uint8"),
+        (
+            {"image": torch.zeros(3, 8, 8)},
+            r"of shape \[3, 8, 8\]; it must be .*, of shape \[1, 8, 8\]",
+        ),
+        ({"label": 10}, "has the label 10; labels are 0 to 9"),
+        ({"label": ()}, "is a tuple; it must be a dict of image, label and index"),
+        ({}, ""),
+    ],
+)
+def test_samples_of_ones_own_data_are_looked_at_before_training(changed: dict[str, Any], message: str) -> None:
+    data = Sized(**changed)
+    data.setup()
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_samples({"data": {"_target_": "mine.Sized"}}, data)
+
+
+class Lonely(nn.Module):
+    """A network of other recipes."""
+
+    def forward(self, images: torch.Tensor, times: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"sample": images}
+
+
+@pytest.mark.parametrize(("null_label", "message"), [(None, "has no attribute null_label"), (10, "returns a dict")])
+def test_networks_of_ones_own_are_told_how_they_are_called(null_label: int | None, message: str) -> None:
+    net: Any = Lonely()
+    if null_label is not None:
+        net.null_label = null_label
+    module = DiffusionModule(net, EDM(), torch.optim.SGD)
+    with pytest.raises(ConfigError, match=message):
+        check_model({"model": {"_target_": "mine.Lonely"}}, module, (1, 8, 8), 10)
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "expected"),
+    [
+        (sample, "model=unet_tiny", "there is no model to choose here. Groups: sampler."),
+        (audit, "model=unet_tiny device=nowhere", "device=nowhere cannot be used"),
+        (encode, "device=nowhere autoencoder=x", "device=nowhere cannot be used"),
+        (encode, "output=/proc/x autoencoder=x", "output=/proc/x: /proc cannot be written to"),
+        (train_autoencoder, "output=/proc/x", "output=/proc/x: /proc cannot be written to"),
+        (train_autoencoder, "output=null", "output is missing"),
+        (train_autoencoder, "model._target_=recipes.unet.UNet output=x", "model.num_classes is missing"),
+    ],
+)
+def test_places_that_cannot_be_are_refused_by_every_program(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -597,7 +708,5 @@ def test_a_directory_that_cannot_be_written_to_is_named(
     (tmp_path / "file").touch()
     assert cli(monkeypatch, "model=unet_tiny", f"hydra.run.dir={tmp_path}/file/run") == 2
     assert f"hydra.run.dir={tmp_path}/file/run: {tmp_path}/file is no directory." in capfd.readouterr().err
-    (tmp_path / "locked").mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path / "locked")  # root may write anywhere
-    assert cli(monkeypatch, "-m", "seed=0,1", "model=unet_tiny", f"hydra.sweep.dir={tmp_path}/locked/run") == 2
-    assert f"hydra.sweep.dir={tmp_path}/locked/run: {tmp_path}/locked cannot be written" in capfd.readouterr().err
+    assert cli(monkeypatch, "-m", "seed=0,1", "model=unet_tiny", "hydra.sweep.dir=/proc/run") == 2  # nor may root
+    assert "hydra.sweep.dir=/proc/run: /proc cannot be written to" in capfd.readouterr().err

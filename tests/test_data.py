@@ -651,6 +651,19 @@ def test_relative_paths_begin_where_the_command_was_typed(
     assert "loss of one batch" in capfd.readouterr().out
 
 
+def test_images_that_have_come_since_the_checkpoint_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They put all of them in another order."""
+    root = folder(tmp_path / "photos", {"some": 21})
+    common = [*TINY, *PHOTOS, f"data.directory={root}", "data.batch_size=8", "data.num_workers=0", "precision=fp32"]
+    common += ["~callbacks.samples", "resume=auto", f"hydra.run.dir={tmp_path}/run"]
+    assert cli(monkeypatch, *common, "trainer.max_steps=1") == 0
+    folder(root, {"some": 41})
+    assert cli(monkeypatch, *common, "trainer.max_steps=2") == 0
+    assert "training images 19 -> 38, validation images 2 -> 3" in capfd.readouterr().out
+
+
 def test_a_corrupt_image_ends_the_run_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,13 +14,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes import command_line, evaluate, sample, train
+from recipes import command_line, evaluate, export, sample, train
 from recipes.config import ConfigError, build
-from recipes.data import DigitsDataModule
+from recipes.data import DigitsDataModule, LabelledImages
 from recipes.features import SmallClassifier, frechet_distance, pixels, train_classifier
 from recipes.images import to_uint8
+from recipes.objective import EDM
 from recipes.randomness import validation_draws
-from recipes.sampler import HeunSampler, draw_images, draw_samples
+from recipes.sampler import HeunSampler, check_guidance, draw_images, draw_samples
 from recipes.trained import weights_of
 
 CPU = torch.device("cpu")
@@ -161,6 +162,12 @@ def test_weights_are_the_ones_that_were_asked_for(
         (sample, ["batch_size=0"], "batch_size=0"),
         (sample, ["seed=-1"], "seed=-1"),
         (sample, ["guidance=high"], "guidance=high must be a number"),
+        (sample, ["output=grid.dots"], "grid.dots is no name of a picture. Write one that ends in .png"),
+        (sample, ["output=/proc/grid.png"], "/proc cannot be written to"),
+        (export, ["output=/proc/folder"], "/proc cannot be written to"),
+        (evaluate, ["output=/proc/result.json"], "/proc cannot be written to"),
+        (sample, ["ckpt_path=RUN"], "is a directory. Write ckpt_path=RUN/checkpoints/last.ckpt"),
+        (evaluate, ["output=/proc"], "output=/proc is a directory. Write output=PATH of a JSON file"),
         (sample, ["classes=[3,10]"], "classes 0 to 9"),
         (sample, ["classes=[3,3]"], "each once"),
         (sample, ["device=gpu"], "Write device=cpu"),
@@ -188,11 +195,11 @@ def test_bad_input_is_refused(
     options: list[str],
     expected: str,
 ) -> None:
-    given = [o.replace("NONE", str(without_average)) for o in options]
+    given = [o.replace("NONE", str(without_average)).replace("RUN", str(run)) for o in options]
     path = [] if any(o.startswith("ckpt_path") for o in given) else [last(run)]
     assert cli(monkeypatch, program, *path, *given) == 2
     shown = capfd.readouterr().err
-    assert expected in shown
+    assert expected.replace("RUN", str(run)) in shown
     assert "Traceback" not in shown
 
 
@@ -284,6 +291,39 @@ def test_evaluation_is_what_plain_loops_give(
     assert "not Inception" in shown
     for key in ("validation_loss", "validation_loss_raw"):
         assert f"{result[key]:.4f}" in shown
+
+
+def test_guidance_by_what_was_not_learned_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    saved["recipe"]["objective"]["label_dropout"] = 0.0
+    torch.save(saved, path := tmp_path / "labelled.ckpt")
+    for program in (sample, evaluate):
+        assert cli(monkeypatch, program, f"ckpt_path={path}", "guidance=2") == 2
+        assert "guidance=2 needs images without a label, and objective.label_dropout=0" in capfd.readouterr().err
+    options = [f"ckpt_path={path}", "guidance=1", "per_class=1", f"output={tmp_path}/grid.png"]
+    assert cli(monkeypatch, sample, *options) == 0
+    with pytest.raises(ValueError, match="guidance=0 needs classes, and the network has none"):
+        check_guidance(0.0, EDM(), null_label=0)
+
+
+def test_one_validation_image_has_no_distance(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    class OneValidates(DigitsDataModule):
+        def load(self) -> tuple[LabelledImages, LabelledImages]:
+            train, val = super().load()
+            return train, LabelledImages(val.images[:1], val.labels[:1])
+
+    monkeypatch.setattr("recipes.data.DigitsDataModule", OneValidates)
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=2))
+    output = f"output={tmp_path}/one.json"
+    assert cli(monkeypatch, evaluate, last(run), "samples=20", "sampler.steps=1", output) == 0
+    assert "1 validation images are too few" in " ".join(capfd.readouterr().out.split())
+    result = json.loads((tmp_path / "one.json").read_text())
+    assert result["frechet_distance_validation"] is None
+    assert result["frechet_distance"] > 0
 
 
 def test_bad_samples_are_counted_and_not_measured(

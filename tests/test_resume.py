@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_recipes import ROOT, assert_same, checkpoint, cli, scalars, signalled
 
-from recipes import audit, resume, trained
+from recipes import audit, processes, resume, train, trained
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError
 from recipes.earlier_runs import complete_run, held, interrupted_run
@@ -317,7 +317,7 @@ def test_results_are_those_of_the_configuration_beside_them(
     command = [*QUICK, "trainer.max_steps=2", "seed=3"]
     assert cli(monkeypatch, *command, f"hydra.run.dir={run}") == 0
     before = contents(run)
-    for more in (["optimizer.lr=0.5"], ["optimizer.lr=0.5", "trainer.max_steps=1"]):
+    for more in (["optimizer.lr=0.5"], *(["optimizer.lr=0.5", f"trainer.max_steps={steps}"] for steps in (1, 4))):
         assert cli(monkeypatch, *command, *more, f"hydra.run.dir={run}") == 2
         message = capfd.readouterr().err
         assert f"the run in {run} is complete and had another configuration: optimizer.lr 0.002 -> 0.5 (" in message
@@ -336,6 +336,46 @@ def test_results_are_those_of_the_configuration_beside_them(
     for name in ("results.csv", "0/result.json", "0/checkpoints/last.ckpt"):
         assert (run.parent / name).read_bytes() == before[str(run.parent / name)], name
     assert "0.5" not in (run.parent / "results.csv").read_text()
+
+
+def test_a_run_that_would_begin_in_the_directory_of_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "sweep" / "0"
+    anew = [*(option for option in QUICK if option != "resume=auto"), "trainer.max_steps=2"]
+    assert cli(monkeypatch, *anew, f"hydra.run.dir={run}") == 0
+    before = contents(run.parent)
+    for command in ([f"hydra.run.dir={run}"], ["-m", f"hydra.sweep.dir={run.parent}"]):
+        assert cli(monkeypatch, *anew, *command) == 2
+        message = capfd.readouterr().err
+        assert f"{run}/checkpoints/last.ckpt is there already, and would be overwritten" in message
+        assert "resume=auto" in message
+        assert contents(run.parent) == before
+    monkeypatch.setattr(processes, "shared_directory", lambda keys, sweep: [f"hydra.run.dir={run}"])  # as SLURM's
+    assert cli(monkeypatch, *anew) == 2
+    assert contents(run.parent) == before
+
+
+def test_a_run_killed_after_its_last_checkpoint_keeps_its_result(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = [*QUICK, "trainer.max_steps=2", f"hydra.run.dir={run}"]
+    with monkeypatch.context() as patch:  # what is killed there leaves this behind
+        patch.setattr(train, "report", lambda *args: None)
+        assert cli(monkeypatch, *command) == 0
+    assert not (run / "result.json").exists()
+    assert cli(monkeypatch, *command, "optimizer.lr=0.5") == 2  # another configuration, which did not take them
+    capfd.readouterr()
+    assert cli(monkeypatch, *command) == 0
+    assert "had taken its last step" in capfd.readouterr().out
+    result = json.loads((run / "result.json").read_text())
+    shown = EventAccumulator(str(run)).Reload().Scalars("val/loss")[-1].value
+    assert (result["steps"], result["validation_loss"]) == (2, pytest.approx(shown))
+    assert cli(monkeypatch, *command) == 0
+    assert "is complete, nothing is left to do" in capfd.readouterr().out
+    assert cli(monkeypatch, *command, "trainer.max_steps=3") == 0  # goes on
+    assert json.loads((run / "result.json").read_text())["steps"] == 3
 
 
 def test_several_loggers_go_on_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -412,6 +452,19 @@ def test_last_is_the_newest_of_runs_and_jobs_for_all_recipes(monkeypatch: pytest
         os.utime(path, (1e9 + age, 1e9 + age))
         assert trained.checkpoint_path("last") == path
         assert resume.find_checkpoint({"ckpt_path": "last"}, experiment / "new") == path
+
+
+def test_processes_that_repeat_resume_auto_are_not_told_a_checkpoint_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "checkpoints" / "last.ckpt"
+    own.parent.mkdir()
+    own.touch()
+    monkeypatch.setattr(sys, "argv", ["recipes.train", "resume=auto"])
+    assert resume.find_checkpoint({"resume": "auto", "ckpt_path": None}, tmp_path) == own
+    assert sys.argv == ["recipes.train", "resume=auto"]
+    assert resume.find_checkpoint({"ckpt_path": "auto"}, tmp_path) == own
+    assert sys.argv[2:] == [f"ckpt_path='{own}'"]
 
 
 def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
