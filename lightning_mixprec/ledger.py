@@ -28,7 +28,6 @@ from lightning_mixprec.reduction import GradientReduction
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.shards import local, shard_like, whole
 from lightning_mixprec.step_guard import StepGuard
-from lightning_mixprec.storage import reads_at_once
 
 
 class GradientLedger:
@@ -255,9 +254,8 @@ class GradientLedger:
         """Whether ``optimizer`` can be queued before the host knows whether it is to step, see :meth:`ask`.
 
         It can if it takes a flag that makes the step do nothing at all, and nobody wrote to gradients since backward.
-        Where the host knows at once there is nothing to gain.
         """
-        if self._masters is None or self._keep_gradients or optimizer in self._known or reads_at_once(self._device):
+        if self._masters is None or self._keep_gradients or optimizer in self._known:
             return False
         return self._masters.takes_flag(optimizer)
 

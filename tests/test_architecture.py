@@ -113,7 +113,7 @@ TORCH_ONLY = {
     "snapshots": set(),
     "posthoc": {"profiles", "snapshots"},
     "mailbox": set(),
-    "ledger": {"gradients", "mailbox", "master", "ranks", "reduction", "scaler", "shards", "step_guard", "storage"},
+    "ledger": {"gradients", "mailbox", "master", "ranks", "reduction", "scaler", "shards", "step_guard"},
 }
 
 

@@ -12,14 +12,9 @@ import torch
 from reference import TinyModule, assert_same, loader, make_batches, make_module, make_trainer, reference_train
 from torch import nn
 
-from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, ledger, storage
+from lightning_mixprec import DynamicLossScaler, MasterWeightPrecision, storage
 from lightning_mixprec import master as master_module
 from lightning_mixprec.storage import Masters
-
-
-@pytest.fixture(autouse=True)
-def _the_host_would_wait(monkeypatch):
-    monkeypatch.setattr(ledger, "reads_at_once", lambda device: False)
 
 
 def fused(make=torch.optim.AdamW, **options):
