@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -87,16 +87,19 @@ def refuse_sharding(strategy: Any, module: nn.Module, masters: str, reduce_dtype
     refuse_true_half(module, module.parameters())
 
 
+def _names(params: Container[nn.Parameter], module: nn.Module) -> str:
+    names = [name for name, param in module.named_parameters() if param in params]
+    return f"{', '.join(map(repr, names[:3]))}{', ...' * (len(names) > 3)}"
+
+
 def refuse_true_half(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """Refuse 16-bit parameters that train where nothing keeps fp32 values behind them."""
     half = {param for param in params if param.requires_grad and param.dtype in HALF}
     if half:
-        names = [name for name, param in module.named_parameters() if param in half]
         raise MisconfigurationException(
-            f"{len(names)} parameters train in 16 bits, without fp32 masters: {', '.join(map(repr, names[:3]))}"
-            f"{', ...' if len(names) > 3 else ''}. FSDP2's own shards are the masters, so make what trains, now or "
-            "later, fp32 before it is sharded: module.float() before fully_shard. lightning_mixprec.sharding.shard_ "
-            "does so for what trains when it is called."
+            f"{len(half)} parameters train in 16 bits, without fp32 masters: {_names(half, module)}. FSDP2's own "
+            "shards are the masters, so make what trains, now or later, fp32 before it is sharded: module.float() "
+            "before fully_shard. lightning_mixprec.sharding.shard_ does so for what trains when it is called."
         )
 
 
@@ -106,12 +109,10 @@ def refuse_unsharded(module: LightningModule, params: Iterable[nn.Parameter]) ->
         return
     local = {param for param in params if param.requires_grad and not isinstance(param, DTensor)}
     if local:
-        names = [name for name, param in module.named_parameters() if param in local]
         raise MisconfigurationException(
-            f"{len(local)} parameters train but are not sharded: {', '.join(map(repr, names[:3]))}"
-            f"{', ...' if len(names) > 3 else ''}. FSDP2 would not average their gradients: ranks would drift apart. "
-            "Move them into a network that configure_model shards (shard_ shards networks, not what a LightningModule "
-            "holds itself), freeze them, or train with strategy='ddp'."
+            f"{len(local)} parameters train but are not sharded: {_names(local, module)}. FSDP2 would not average "
+            "their gradients: ranks would drift apart. Move them into a network that configure_model shards (shard_ "
+            "shards networks, not what a LightningModule holds itself), freeze them, or train with strategy='ddp'."
         )
 
 
