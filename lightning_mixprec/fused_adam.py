@@ -122,6 +122,9 @@ class FusedAdam:
         alike: dict[Any, list[Any]] = defaultdict(list)  # what goes into one call
         for value, grad, state in zip(values, grads, states, strict=True):
             kernel.make_state(state, value)
+            if state["exp_avg"].stride() != value.stride():  # the kernel would take it for the same
+                moments = {key: each for key, each in state.items() if isinstance(each, Tensor) and each.dim()}
+                state.update({key: laid_out_as(value, each) for key, each in moments.items()})
             alike[value.device, value.dtype].append((value, laid_out_as(value, grad), state))
         for kind, each in alike.items():
             all_counts, counts = self._counts[id(kernel.group), id(bucket), kind].of([state for _, _, state in each])

@@ -270,6 +270,26 @@ def test_a_layout_that_changes_after_the_masters_were_made_changes_no_value(dims
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_layout_that_changes_after_the_first_step_changes_no_fp32_layer(fused):
+    """Its moments are in the old one, which the fused kernel would take for the new."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(6, 5, 3, 3), torch.randn(3, 6, 5, 3, 3)
+    results = []
+    for layout in (torch.Tensor.contiguous, transposed):
+        net = nn.ParameterDict({"narrow": nn.Parameter(torch.ones(16)), "own": nn.Parameter(start.clone())})
+        half = MasterWeights(net, {"narrow": torch.bfloat16})
+        optimizer = AdamW(net.parameters(), lr=0.1, fused=fused, amsgrad=True)
+        half.allocate([optimizer])
+        for index, grad in enumerate(grads):
+            if index == 1:
+                net["own"].data = layout(net["own"].data)
+            net["narrow"].grad, net["own"].grad = torch.ones(16).bfloat16(), grad.clone()
+            half.step(optimizer, optimizer.step)
+        results.append(net["own"].detach().clone())
+    assert torch.equal(*results)
+
+
 EDITS = {
     "steps of one set to zero": lambda optimizer, weights: optimizer.state[weights[0]]["step"].zero_(),
     "steps of all set back": lambda optimizer, weights: [optimizer.state[w]["step"].sub_(2) for w in weights],
