@@ -82,8 +82,10 @@ def test_plugin_casts_and_keeps_less_than_stock(model: str, batch: int) -> None:
 
 def test_losses_are_those_of_training_alone(tmp_path: Path) -> None:
     """The modes do not disturb each other: the second round of each repeats the first, bit for bit."""
-    once = run(config("model=unet_tiny", "rounds=1", "steps=3", "modes=[bf16]"))["bf16"].loss
-    found = run(config("model=unet_tiny", "rounds=2", "steps=3", "modes=[32-true,bf16,bf16+split]"))
+    once = run(config("model=unet_tiny", "data.batch_size=8", "rounds=1", "steps=3", "modes=[bf16]"))["bf16"].loss
+    found = run(
+        config("model=unet_tiny", "data.batch_size=8", "rounds=2", "steps=3", "modes=[32-true,bf16,bf16+split]")
+    )
     assert found["bf16"].loss == found["bf16+split"].loss == once
     assert len(found["bf16"].step_seconds) == 2
     assert found["bf16+split"].bytes_per_parameter == pytest.approx(found["bf16"].bytes_per_parameter - 2, abs=0.2)
@@ -107,7 +109,7 @@ def test_command_prints_a_table_and_keeps_json(tmp_path: Path) -> None:
     """Also a mode that cannot train here: stock bf16-true meets the recipe's fp32 timesteps."""
     done = subprocess.run(
         [sys.executable, "-m", "recipes.benchmark", "model=unet_tiny", "rounds=1", "steps=1", "warmup=3",
-         "modes=[32-true,bf16-mixed,bf16,bf16-true]", f"hydra.run.dir={tmp_path}/b"],
+         "data.batch_size=8", "modes=[32-true,bf16-mixed,bf16,bf16-true]", f"hydra.run.dir={tmp_path}/b"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import struct
-import subprocess
 import sys
 import tarfile
 import threading
@@ -21,12 +20,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
 import webdataset
 from PIL import Image
-from test_recipes import ROOT, SHORT, TINY, assert_same, checkpoint, cli
+from test_recipes import SHORT, TINY, assert_same, checkpoint, cli
 from torchvision.datasets import CIFAR10, MNIST
 
 from recipes import encode, evaluate, export, sample
@@ -55,13 +55,6 @@ def folder(root: Path, counts: dict[str, int], size: int = 8) -> Path:
             Image.fromarray(pixels).save(root / name / f"{i:03d}.png")
             number += 1
     return root
-
-
-def recipe(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A recipe as a user starts it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
 
 
 # Pixels
@@ -681,31 +674,21 @@ def test_a_corrupt_image_ends_the_run_with_its_name(
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_signal_to_the_whole_group_leaves_workers_to_the_run(photos: Path, tmp_path: Path, name: str) -> None:
     """What a scheduler and Ctrl-C do; a worker that died of it would take the last step with it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "recipes.train", *TINY, *PHOTOS, f"data.directory={photos}", "data.batch_size=8"]
+    command = ["recipes.train", *TINY, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "precision=fp32"]
     command += ["data.num_workers=2", "trainer.max_steps=100000", "trainer.val_check_interval=20", "~callbacks.samples"]
     run = tmp_path / "run"
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(
-        [*command, f"hydra.run.dir={run}"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    process = forked.Forked("-m", *command, f"hydra.run.dir={run}", cwd=tmp_path, session=True)
     try:
         deadline = time.monotonic() + 120
         while not list(run.glob("checkpoints/step*.ckpt")):
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            assert process.poll() is None, process.output[-2000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(process.pid, signal.Signals[name])
         assert process.wait(timeout=60) == 128 + signal.Signals[name]
     finally:
         process.kill()
-        log.close()
-    text = (tmp_path / "log").read_text()
+    text = process.output
     assert "interrupted      after step" in text
     assert "DataLoader worker" not in text
     assert checkpoint(run)["global_step"] > 0
@@ -767,8 +750,9 @@ def test_recipes_train_on_every_kind(arguments: list[str], tmp_path: Path, monke
     short = ["model=unet_tiny", "trainer.accelerator=cpu", "sampler.steps=2", "callbacks.samples.per_class=1"]
     sizes = ["data.batch_size=16", "trainer.max_steps=5", "trainer.val_check_interval=3"]
     if "trainer=cpu_ranks" in given:  # the second process repeats this one's command
-        done = recipe("recipes.train", *short, *given, *sizes, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
+        command = ["recipes.train", *short, *given, *sizes, f"hydra.run.dir={tmp_path}/run"]
+        done = forked.run("-m", *command, cwd=tmp_path)
+        assert done.returncode == 0, done.output[-3000:]
     else:
         assert cli(monkeypatch, *short, *given, *sizes, f"hydra.run.dir={tmp_path}/run") == 0
     assert (tmp_path / "run" / "samples" / "step000005.png").is_file()

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run
 from lightning.pytorch.strategies import DDPStrategy
 from reference import TinyModule, assert_same, loader, make_batches, make_trainer
 
@@ -108,15 +108,11 @@ def rank_of(scenario: str, rank: int, port: int, directory: Path) -> None:
     torch.save(state, directory / f"{scenario}-{rank}.pt")
 
 
-def worker_environment():
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("outcomes")
-    subprocess.run([sys.executable, __file__, str(directory)], env=worker_environment(), check=True, timeout=240)
+    worker = run(__file__, directory)
+    assert worker.returncode == 0, worker.output[-4000:]
     return directory, torch.load(directory / "outcomes.pt")
 
 
@@ -142,9 +138,8 @@ def test_what_is_no_failure_goes_on_alike(scenario, outcomes):
 
 
 def test_a_rank_that_dies_ends_the_run_that_lightning_launched(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path), "dies"]
     start = time.monotonic()
-    ended = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=120)
+    ended = run(__file__, tmp_path, "dies", timeout=120)
     assert ended.returncode != 0
     assert time.monotonic() - start < 60
     assert not (tmp_path / "end").exists()

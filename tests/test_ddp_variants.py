@@ -4,7 +4,6 @@ The file runs itself as the workers: under SLURM's environment variables, and as
 """
 
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from forked import run
 from launch import launch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -158,14 +158,9 @@ def slurm(tmp_path_factory):
 def launched(tmp_path_factory):
     """Started once, without a cluster's variables: Lightning starts the other rank, or both."""
     directory = tmp_path_factory.mktemp("launched")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    starts = [
-        subprocess.run([sys.executable, __file__, str(directory), how], env=variables, capture_output=True, timeout=240)
-        for how in ("script", "processes")
-    ]
-    for each in starts:
-        assert each.returncode == 0, each.stderr.decode()[-4000:]
+    for how in ("script", "processes"):
+        started = run(__file__, directory, how)
+        assert started.returncode == 0, started.output[-4000:]
     return directory
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from forked import Forked
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_data import folder
-from test_recipes import ROOT, assert_same, checkpoint, cli
+from test_recipes import assert_same, checkpoint, cli
 from torch import Tensor
 
 from recipes import encode, sample, train_autoencoder
@@ -202,9 +201,8 @@ def test_an_interrupted_encoding_does_not_look_complete_and_is_finished_exactly(
     """Killed after its first shard, by a signal that nothing can handle."""
     output = tmp_path / "latents"
     where = {"autoencoder": cache.parent / "autoencoder", "output": output, "shard_size": 500, "flip": "true"}
-    command = [sys.executable, "-m", "recipes.encode", *(f"{key}={value}" for key, value in where.items())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "batch_size=4"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    command = ["recipes.encode", *(f"{key}={value}" for key, value in where.items())]
+    process = Forked("-m", *command, "batch_size=4", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not (output / "train-00000.safetensors").is_file():
         assert process.poll() is None

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from few_digits import FEW
+from forked import Forked
 from hydra import compose, initialize_config_dir
 from launch import launch
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -207,24 +207,13 @@ def test_a_slurm_job_is_requeued_and_finds_itself(pair: Path) -> None:
 # The command line as typed
 
 
-def start(command: list[str], directory: Path, **environment: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    inherited = {k: v for k, v in os.environ.items() if k != "PL_GLOBAL_SEED"}
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=directory,
-        env=inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(command: list[str], directory: Path, **environment: str) -> Forked:
+    return Forked("-m", *command, cwd=directory, environment=environment)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=120)[0]
-    finally:
-        process.kill()
+def finish(process: Forked) -> str:
+    process.wait(timeout=120)
+    return process.output
 
 
 def test_fsdp2_on_two_processes_of_one_command(tmp_path: Path) -> None:
@@ -261,7 +250,7 @@ def test_two_nodes_under_torchrun_share_one_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_ends_the_run_with_an_error(tmp_path: Path, rank: int) -> None:
     failing = probe(tmp_path / "drawn", rank=rank, batch=2, action="raise")
-    run = ["trainer=cpu_ranks", f"hydra.run.dir={tmp_path}/run", *TINY, *FEW, "~callbacks.samples"]
+    run = ["precision=fp32", "trainer=cpu_ranks", f"hydra.run.dir={tmp_path}/run", *TINY, *FEW, "~callbacks.samples"]
     process = start(["recipes.train", *[o for o in run if "samples." not in o], *failing], tmp_path)
     shown = finish(process)  # in bounded time, or this raises
     assert process.returncode != 0
@@ -273,7 +262,7 @@ def test_a_rank_that_fails_ends_the_run_with_an_error(tmp_path: Path, rank: int)
 def test_a_sweep_of_two_processes_runs_each_job_once(tmp_path: Path) -> None:
     """The failed one ends nothing but itself."""
     sweep = ["-m", "trainer=cpu_ranks", "trainer.max_steps=2", "optimizer.lr=-1,1e-3", f"hydra.sweep.dir={tmp_path}/s"]
-    process = start(["recipes.train", *sweep, *TINY, *FEW], tmp_path)
+    process = start(["recipes.train", "precision=fp32", *sweep, *TINY, *FEW], tmp_path)
     shown = finish(process)
     assert process.returncode == 1, shown[-3000:]
     assert "1 of 2 jobs ended well" in shown

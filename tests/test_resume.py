@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from few_digits import FEW
@@ -57,18 +58,9 @@ def test_killed_anywhere_the_same_command_ends_as_if_nothing_had_been(
     saved: int,
 ) -> None:
     command = [*TINY, *THIRTY, *probes(tmp_path, **kill), "resume=auto"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {k: v for k, v in os.environ.items() if k != "PL_GLOBAL_SEED"}
-    killed = subprocess.run(
-        [sys.executable, "-m", "recipes.train", *command],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert "resume=auto: no interrupted run, starts anew" in killed.stdout
+    killed = forked.run("-m", "recipes.train", *command, cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.output[-3000:]
+    assert "resume=auto: no interrupted run, starts anew" in killed.output
     (run,) = (tmp_path / "outputs" / "digits_unet").iterdir()
     assert checkpoint(run)["global_step"] >= saved
     before = checkpoint(run)["global_step"]
@@ -221,7 +213,8 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-QUICK = [*TINY, "data.batch_size=16", "trainer.limit_val_batches=1", "trainer.limit_train_batches=4", "resume=auto"]
+QUICK = [*TINY, "precision=fp32", "data.batch_size=16", "trainer.limit_val_batches=1", "trainer.limit_train_batches=4"]
+QUICK += ["resume=auto"]
 EARLY_STOPPING = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/loss", "patience": 1}
 
 
@@ -263,7 +256,7 @@ def test_a_run_whose_time_was_over_goes_on_with_its_time_anew(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Nine steps in three commands of three to four "seconds": the same bits, and then it is complete."""
-    quick = [*QUICK, "precision=fp32", "trainer.max_steps=9"]
+    quick = [*QUICK, "trainer.max_steps=9"]
     assert cli(monkeypatch, *quick, f"hydra.run.dir={tmp_path}/whole") == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
@@ -385,7 +378,7 @@ def test_several_loggers_go_on_together(monkeypatch: pytest.MonkeyPatch, tmp_pat
     nodes = {name: {"_target_": f"lightning.pytorch.loggers.{kind}", **place} for name, kind in classes.items()}
     OmegaConf.save(OmegaConf.create(nodes), tmp_path / "conf" / "logger" / "both.yaml")
     run = tmp_path / "run"
-    command = ["--config-dir", f"{tmp_path}/conf", "logger=both", *QUICK, "precision=fp32", f"hydra.run.dir={run}"]
+    command = ["--config-dir", f"{tmp_path}/conf", "logger=both", *QUICK, f"hydra.run.dir={run}"]
     for steps in (2, 4):
         assert cli(monkeypatch, *command, f"trainer.max_steps={steps}") == 0
     curves = EventAccumulator(str(run)).Reload()

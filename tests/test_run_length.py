@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from test_recipes import SHORT, TINY, checkpoint, cli, overflow, scalars
+from test_recipes import SHORT, TINY, assert_same, checkpoint, cli, overflow, scalars
 from torch import nn
 
 from recipes.data import DigitsDataModule
@@ -170,7 +170,7 @@ def test_a_line_shows_the_loss_of_its_step_and_how_many_there_are(
 
 # Schedules that wait for a metric
 
-PLATEAU = [*SHORT, "scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=0.5"]
+PLATEAU = [*SHORT, "precision=fp32", "scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=0.5"]
 PLATEAU += ["~callbacks.samples", "trainer.log_every_n_steps=1"]
 
 
@@ -194,7 +194,7 @@ def test_a_plateau_steps_once_for_each_validation_and_resumes_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Validations that no epoch's end falls on; the second leg begins right after one."""
-    options = [*PLATEAU, "precision=fp32", "trainer.val_check_interval=5"]
+    options = [*PLATEAU, "trainer.val_check_interval=5"]
     assert cli(monkeypatch, *options, "trainer.max_steps=25", f"hydra.run.dir={tmp_path}/a/1") == 0
     whole = tmp_path / "a" / "1"
     losses = scalars(whole, "val/loss")
@@ -205,10 +205,10 @@ def test_a_plateau_steps_once_for_each_validation_and_resumes_bit_for_bit(
     assert cli(monkeypatch, *options, "trainer.max_steps=25", "ckpt_path=last", f"hydra.run.dir={tmp_path}/b/2") == 0
     resumed = tmp_path / "b" / "2"
     assert rates(resumed) == rates(whole)[15:]
+    found, expected = checkpoint(resumed), checkpoint(whole)
     for entry in ("lr_schedulers", "losses"):
-        assert str(checkpoint(resumed)[entry]) == str(checkpoint(whole)[entry])
-    for name, value in checkpoint(whole)["state_dict"].items():
-        assert torch.equal(value, checkpoint(resumed)["state_dict"][name])
+        assert str(found[entry]) == str(expected[entry])
+    assert_same(expected["state_dict"], found["state_dict"], "state_dict")
     # Settings are this run's, what was seen is the checkpoint's.
     options += ["trainer.max_steps=26", "ckpt_path=last", f"hydra.run.dir={tmp_path}/b/3", "scheduler.factor=0.1"]
     assert cli(monkeypatch, *options) == 0
@@ -229,7 +229,7 @@ def test_a_validation_of_weights_that_no_step_has_changed_is_not_judged(
 
 
 def test_torchs_own_plateau_and_schedules_of_others_still_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = [*PLATEAU, "~scheduler.monitor", "precision=fp32", "trainer.val_check_interval=2", "trainer.max_steps=6"]
+    options = [*PLATEAU, "~scheduler.monitor", "trainer.val_check_interval=2", "trainer.max_steps=6"]
     target = "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
     assert cli(monkeypatch, *options, target, f"hydra.run.dir={tmp_path}/torch") == 0
     assert rates(tmp_path / "torch") == pytest.approx([2e-3] * 4 + [1e-3] * 2)
@@ -257,7 +257,7 @@ def test_torchs_own_plateau_and_schedules_of_others_still_work(monkeypatch: pyte
 def test_a_plateau_that_would_wait_for_ever_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, line: str, expected: str
 ) -> None:
-    options = [*TINY, "scheduler=plateau", "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/run"]
+    options = [*TINY, "precision=fp32", "scheduler=plateau", "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/run"]
     assert cli(monkeypatch, *options, *line.split()) == 2
     assert expected in capfd.readouterr().err
 
