@@ -30,8 +30,8 @@ class BuildingModule(ComputeLayer):
     _mixprec_wraps_methods = False  # hooks are not the network
 
     def configure_optimizers(self) -> Any:
-        """The user's, with fp32 parameters in the module."""
-        with self.trainer.precision_plugin.master_weights.shown_in(self):
+        """The user's, with parameters that are fp32."""
+        with self.trainer.precision_plugin.master_weights.shown():
             return super().configure_optimizers()  # type: ignore[misc]
 
 

@@ -284,9 +284,8 @@ class MasterWeightPrecision(Precision):
         for optimizer in optimizers:
             refuse_unsharded(module, (param for group in optimizer.param_groups for param in group["params"]))
         if self.master_weights is not None:
-            count = len(self.master_weights)
             self.master_weights.allocate(optimizers, release_others=bool(optimizers))
-            if len(self.master_weights) < count:  # fp32 from here on, and DDP's buckets are 16-bit
+            if module.trainer.state.fn == "fit":  # parameters were shown in fp32, and some may stay so from here on
                 rebuild_wrapper(module.trainer.strategy)
                 model = cast(nn.Module, module.trainer.strategy.model)
         assert self._conversion is not None
