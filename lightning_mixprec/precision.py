@@ -45,6 +45,7 @@ from lightning_mixprec.questions import (
     called_directly,
     reduces_gradients,
     refuse_averaging,
+    refuse_backward_without_optimizers,
     refuse_comm_hook,
     refuse_optimizers,
     refuse_sharding,
@@ -424,6 +425,8 @@ class MasterWeightPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss; let gradients that this backward adds to be fp32."""
+        if self._fit is None:
+            refuse_backward_without_optimizers()
         assert self._fit is not None
         self._fit.before_backward(tensor)
         with self._no_autocast():
