@@ -318,7 +318,7 @@ class MasterWeightPrecision(Precision):
     def teardown(self) -> None:
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.master_weights is not None:
-            explain(sys.exception())
+            explain(sys.exception(), self._conversion.narrowed() if self._conversion is not None else ())
         if self._fit is not None:
             self._fp8_tokens = self.fp8_tokens
             self._left = self._fit.close()
