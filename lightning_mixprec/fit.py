@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
@@ -38,6 +39,7 @@ from lightning_mixprec.penalties import Penalties
 from lightning_mixprec.questions import refuse_stranger, warn_of_gradient_hooks, warn_of_shadows
 from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.reparametrised import Registrations
+from lightning_mixprec.roll_call import RollCall
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.schedules import RealFrequencies, in_a_batch
 from lightning_mixprec.sharding import is_sharded
@@ -115,6 +117,7 @@ class Fit:
         swap_(module, TrainingModule, *self._compute, wraps_forward=False)
         self._hooks_are_named = scaler.is_identity  # there is nothing to say of them
         self._strangers = StrangerGuard(self._refuse_stranger)
+        self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
         self._newcomers = Newcomers(module, masters, reduction) if self._ddp else None
         self._frequencies: RealFrequencies | None = None
         self._manual: ManualGuards | None = None
@@ -123,7 +126,9 @@ class Fit:
         else:
             schedulers = [config.scheduler for config in lr_schedulers]
             refuse = self._ddp or not scaler.is_identity
-            self._manual = ManualGuards(self._rests, model, optimizers, schedulers, refuse_plain_backward=refuse)
+            self._manual = ManualGuards(
+                self._rests, self._roll_call, optimizers, schedulers, refuse_plain_backward=refuse
+            )
 
     def close(self) -> dict[str, Any]:
         """End it, and return what a checkpoint that is saved afterwards holds of it."""
@@ -200,6 +205,13 @@ class Fit:
                 self._manual.end_batch(ledger.batches)
             self.end_batch()
 
+    def after_batch(self) -> None:
+        """All of a batch is over; if it was the last of an epoch, it has to be the last of all ranks."""
+        if self._roll_call is not None:
+            last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            leave = self._roll_call.end_epoch if last else self._roll_call.go_on
+            leave(self._ledger.batches, self._trainer.current_epoch)
+
     def before_backward(self, loss: Tensor) -> None:
         """Let gradients that this backward of ``loss``, not scaled yet, adds to be fp32."""
         self.close_edits()
@@ -209,7 +221,9 @@ class Fit:
         for optimizer in self._ledger.before_backward():
             self._steps.skipped_by_user(optimizer)
         if self._manual is not None:
-            self._manual.before_backward(self._ledger.batches, self._trainer.strategy.model)
+            self._manual.before_backward(
+                self._ledger.batches, self._trainer.current_epoch, self._trainer.strategy.model
+            )
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:

@@ -53,6 +53,11 @@ class TrainingModule(ComputeLayer):
         self.trainer.precision_plugin._fit.admit_newcomers()
         return result
 
+    def on_train_batch_end(self, *args: Any) -> None:
+        """The user's; nothing of a validation that comes next has begun."""
+        super().on_train_batch_end(*args)  # type: ignore[misc]
+        self.trainer.precision_plugin._fit.after_batch()
+
     def on_train_epoch_end(self) -> None:
         """The user's; what it edits in 16-bit weights is looked at."""
         fit = self.trainer.precision_plugin._fit
