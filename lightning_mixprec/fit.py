@@ -36,7 +36,7 @@ from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.penalties import Penalties
-from lightning_mixprec.questions import refuse_stranger, warn_of_gradient_hooks, warn_of_shadows
+from lightning_mixprec.questions import refuse_stranger, warn_of_gradient_hooks, warn_of_late_hooks, warn_of_shadows
 from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.reparametrised import Registrations
 from lightning_mixprec.roll_call import RollCall
@@ -47,6 +47,8 @@ from lightning_mixprec.step_guard import StrangerGuard
 from lightning_mixprec.steps import Outcome, Steps
 
 log = logging.getLogger(__name__)
+
+_LATE_HOOKS = 64  # batches in which hooks are looked for that see less under DDP
 
 
 class Fit:
@@ -116,6 +118,7 @@ class Fit:
         restore_(module, below=False)
         swap_(module, TrainingModule, *self._compute, wraps_forward=False)
         self._hooks_are_named = scaler.is_identity  # there is nothing to say of them
+        self._late_hooks_are_named = False
         self._strangers = StrangerGuard(self._refuse_stranger)
         self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
         self._newcomers = Newcomers(module, masters, reduction) if self._ddp else None
@@ -185,6 +188,9 @@ class Fit:
             self._feeding.look(module, self._trainer.callbacks, closely=ledger.batches <= 2)
         if not self._hooks_are_named and ledger.batches & (ledger.batches - 1) == 0:
             self._hooks_are_named = warn_of_gradient_hooks(module)
+        accumulates = self._answers.reduction is not None and ledger.window_open
+        if accumulates and not self._late_hooks_are_named and ledger.batches <= _LATE_HOOKS:
+            self._late_hooks_are_named = warn_of_late_hooks(module)
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))

@@ -249,12 +249,8 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
 
 def warn_of_gradient_hooks(module: nn.Module) -> bool:
     """Warn of hooks on parameters' gradients, which see them times the loss scale; whether there are any."""
-
-    def is_hooked(param: Any) -> bool:
-        late = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        return bool(param._backward_hooks) or any(not _is_ours(hook) for hook in late.values())
-
-    hooked = [name for name, param in module.named_parameters() if is_hooked(param)]
+    late = _hooked_late(module)
+    hooked = [name for name, param in module.named_parameters() if param._backward_hooks or name in late]
     if hooked:
         rank_zero_warn(
             f"{len(hooked)} parameters have gradient hooks ({', '.join(hooked[:3])}{', ...' * (len(hooked) > 3)}), "
@@ -263,6 +259,28 @@ def warn_of_gradient_hooks(module: nn.Module) -> bool:
             "`on_before_optimizer_step`, where gradients are true."
         )
     return bool(hooked)
+
+
+def warn_of_late_hooks(module: nn.Module) -> bool:
+    """Warn of hooks after accumulation where DDP accumulates nothing; whether there are any."""
+    hooked = _hooked_late(module)
+    if hooked:
+        rank_zero_warn(
+            f"{len(hooked)} parameters have hooks of register_post_accumulate_grad_hook ({', '.join(hooked[:3])}"
+            f"{', ...' * (len(hooked) > 3)}). Under DDP they see the gradient of one batch of an accumulation window, "
+            "not the sum so far as with fp32 weights, which is kept elsewhere. Change gradients in "
+            "`on_before_optimizer_step`, where they are whole."
+        )
+    return bool(hooked)
+
+
+def _hooked_late(module: nn.Module) -> list[str]:
+    """Names of parameters with the user's own hooks on accumulated gradients."""
+
+    def hooks(param: Any) -> Iterable[Any]:
+        return (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+
+    return [name for name, param in module.named_parameters() if any(not _is_ours(hook) for hook in hooks(param))]
 
 
 def _is_ours(hook: Any) -> bool:
