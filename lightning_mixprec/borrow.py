@@ -31,7 +31,7 @@ from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.layout import Homes, Layout, Layouts, shares
 from lightning_mixprec.probe import classify, refuse_wrapper, without_step_hooks
 from lightning_mixprec.scratch import Scratch, gather_gradients, laid_out_as
-from lightning_mixprec.step_guard import StepGuard
+from lightning_mixprec.step_guard import StepGuard, StrangerGuard
 from lightning_mixprec.storage import Bucket, Masters
 
 # fp32 values in one call. Calls cost time of their own, but what a flat step has gathered should still be in the cache
@@ -187,7 +187,8 @@ class Borrower:
     def _step_hooks(self, kind: str) -> list[Callable[..., Any]]:
         own = getattr(self.optimizer, f"_optimizer_step_{kind}_hooks").values()
         everywhere = _global_optimizer_pre_hooks if kind == "pre" else _global_optimizer_post_hooks
-        return [*everywhere.values(), *(hook for hook in own if hook != self._guard.hook)]
+        hooks = [*everywhere.values(), *(hook for hook in own if hook != self._guard.hook)]
+        return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), StrangerGuard)]
 
     def _step_in_parts(
         self,

@@ -10,7 +10,7 @@ What it leaves out: what then happens (:mod:`lightning_mixprec.layers`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
 
@@ -101,8 +101,12 @@ def is_metric(module: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
 
 
-def explain(error: BaseException | None) -> None:
+def explain(error: BaseException | None, narrowed: Collection[str] = ()) -> None:
     """Add to an error about dtypes what to write instead.
+
+    Args:
+        error: If there is one.
+        narrowed: Names of parameters that compute in fp32 and have been cast to 16 bits since fit began.
 
     Example:
         >>> import torch
@@ -113,7 +117,15 @@ def explain(error: BaseException | None) -> None:
         ...     "inference_context()" in error.__notes__[0]
         True
     """
-    if isinstance(error, RuntimeError) and _HALF.search(str(error)):
+    if isinstance(error, RuntimeError) and narrowed:
+        shown = ", ".join(map(repr, list(narrowed)[:3]))
+        error.add_note(
+            f"{len(narrowed)} parameters that compute in fp32 ({shown}{', ...' * (len(narrowed) > 3)}) have been cast "
+            "to 16 bits since fit began, as by `module.bfloat16()` or `module.half()` in a hook. Leave that out: "
+            "MasterWeightPrecision casts what computes in 16 bits by itself. For an export cast a copy: "
+            "`copy.deepcopy(module).bfloat16()`."
+        )
+    elif isinstance(error, RuntimeError) and _HALF.search(str(error)):
         note = next((note for pattern, note in _NOTES if pattern.search(str(error))), None)
         if note is not None:
             error.add_note(note)

@@ -32,7 +32,7 @@ from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.plan import PrecisionPlan
 from lightning_mixprec.policy import PrecisionPolicy
 from lightning_mixprec.reparametrised import half_tensors, is_pruned, is_reparametrised, refuse_half_orthogonal
-from lightning_mixprec.state_hooks import leftovers, remove_leftovers_
+from lightning_mixprec.state_hooks import leftovers, remove_leftovers_, set_fp32_
 from lightning_mixprec.storage import Masters
 from lightning_mixprec.widening import HALF
 
@@ -179,6 +179,12 @@ class Conversion:
         self.move_to_fp32([])
         return True
 
+    def narrowed(self) -> dict[str, nn.Parameter]:
+        """Parameters that are to be fp32 and that user code has cast to 16 bits since, by name."""
+        fp32 = (name for name, dtype in self.plan.parameters.items() if dtype == torch.float32)
+        params = dict(self._model.named_parameters())
+        return {name: params[name] for name in fp32 if name in params and params[name].dtype in HALF}
+
     def restore_(self) -> None:
         """Leave the model as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.masters is not None:
@@ -186,6 +192,8 @@ class Conversion:
                 for tensor in half_tensors(self._model):  # of what has come since the last batch
                     if tensor not in self.masters:
                         tensor.data = tensor.data.float()
+                for param in self.narrowed().values():
+                    set_fp32_(param, param.data.float())
             self.masters.restore_()
         self._given.restore_()
         _set(self._settings)

@@ -84,6 +84,7 @@ class LostEdits:
         self._times = times
         self._in_fp32 = InFp32()  # in this window
         self._copies: Any = WeakIdKeyDictionary()  # in this window: of which weight
+        self._copied_to: dict[int, nn.Parameter] = {}  # in this window: memory that holds nothing but a copy
         self._changes: list[tuple[nn.Parameter, Tensor]] = []  # in this window: change * arrived, change^2, weight^2
         self._puts: dict[tuple[nn.Parameter, int, torch.Size], list[Tensor]] = {}  # in this batch: whether it was lost
         self._batches: dict[nn.Parameter, int] = {}  # in which something was
@@ -93,14 +94,20 @@ class LostEdits:
         """What ``func`` gives; with a look at it if it writes to a weight."""
         name, writes = operation(func), written_to(func, args, kwargs)
         written = [(param, each) for each in writes if (param := weights.of(each)) is not None]
+        for each in writes:
+            self._copied_to.pop(_memory(each), None)
         if name in _BOUNDS and not writes:
             self.bounded.update(param for each in args if (param := self._copied(each, weights)) is not None)
         if name == "copy" and written and weights.is_put_by_masters(writes[0]):
             return func(*args, **kwargs)
         if not written or not (name in _ARITHMETIC or name == "copy"):
             result = self._in_fp32.call(func, args, kwargs, lambda tensor: weights.of(tensor) is not None)
+            made = _memory(result) if self._copied_to else 0
+            if made and all(_memory(each) != made for each in args):  # no view: where a copy has been, perhaps
+                self._copied_to.pop(made, None)
             if name in ("clone", "_to_copy") and (copied := self._copied(args[0], weights)) is not None:
                 self._copies[result] = copied
+                self._copied_to[_memory(result)] = copied
             return result
         before = [each.float() for _, each in written]
         if name == "copy":
@@ -145,13 +152,16 @@ class LostEdits:
     def look_at_replaced(self, buckets: Iterable[Bucket]) -> None:
         """Other memory in place of a weight's, with hardly another 16-bit value, is like a put; counts once a step.
 
-        The very 16-bit values in a wider dtype are what `module.float()` leaves, for a validation: nothing is lost.
+        A mere copy is none, as `module.to(memory_format=...)` puts there, or a way to another device and back. The very
+        16-bit values in a wider dtype are what `module.float()` leaves, for a validation: nothing is lost.
         """
         for bucket in buckets:
             for index, view in bucket.replaced():
                 param = bucket.params[index]
-                if param not in self._replaced:
-                    self._replaced.add(param)
+                if param in self._replaced:
+                    continue
+                self._replaced.add(param)
+                if self._copied_to.get(_memory(param.data)) is not param and param.stride() == view.stride():
                     given = param.data.to(view.device)  # where a module is on its way to another
                     same = (given.to(view.dtype) == view).float().mean() > 0.9
                     if given.dtype not in HALF:
@@ -176,6 +186,7 @@ class LostEdits:
             self._puts.clear()
         self._in_fp32.clear()
         self._copies.clear()
+        self._copied_to.clear()
 
     def end_batch(self) -> None:
         """Waits for the device if something was put."""
@@ -189,6 +200,12 @@ class LostEdits:
             if self._batches[param] >= self._times:
                 self.found.add(param)
         self._puts.clear()
+
+
+def _memory(tensor: Any) -> int:
+    if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.layout != torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_lost(arrived: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:

@@ -69,22 +69,41 @@ class Exchange:
                 state[param] = state.pop(stand_in)
 
 
-def replace(optimizer: Optimizer, replacement: Mapping[Any, nn.Parameter]) -> None:
-    """Replace parameters for good, in an optimizer's groups and as keys of its state.
+def lend_lists(optimizer: Optimizer, stand_ins: Mapping[Any, nn.Parameter]) -> None:
+    """Put stand-ins, for good, in place of parameters in lists and the like that an optimizer has made for its steps.
+
+    Its groups and its state are lent them step by step; a list that is the user's as well stays as it is.
 
     Example:
         >>> import torch
-        >>> old, new = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
-        >>> optimizer = torch.optim.SGD([old], lr=0.1)
-        >>> replace(optimizer, {old: new})
-        >>> optimizer.param_groups[0]["params"][0] is new
-        True
+        >>> weight, stand_in = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> optimizer.matrices = {"all": [weight]}
+        >>> lend_lists(optimizer, {weight: stand_in})
+        >>> optimizer.matrices["all"][0] is stand_in, optimizer.param_groups[0]["params"][0] is weight
+        (True, True)
     """
+    for name, value in list(vars(optimizer).items()):
+        if name not in ("param_groups", "state"):
+            vars(optimizer)[name] = _with_stand_ins(value, stand_ins)
     for group in optimizer.param_groups:
-        group["params"][:] = [replacement.get(param, param) for param in group["params"]]
-    items = list(optimizer.state.items())
-    optimizer.state.clear()
-    optimizer.state.update((replacement.get(key, key), value) for key, value in items)
+        for name, value in group.items():
+            group[name] = value if name == "params" else _with_stand_ins(value, stand_ins)
+
+
+def _with_stand_ins(value: Any, stand_ins: Mapping[Any, nn.Parameter]) -> Any:
+    """A copy of ``value`` with stand-ins in it, or itself if it holds no parameter that has one."""
+    if isinstance(value, Tensor):
+        return stand_ins.get(value, value)
+    if type(value) is dict:
+        items = [(_with_stand_ins(key, stand_ins), _with_stand_ins(each, stand_ins)) for key, each in value.items()]
+        same = all(one is key and other is each for (one, other), (key, each) in zip(items, value.items(), strict=True))
+        return value if same else dict(items)
+    if type(value) in (list, tuple, set):
+        changed = [_with_stand_ins(each, stand_ins) for each in value]
+        same = all(one is each for one, each in zip(changed, value, strict=True))
+        return value if same else type(value)(changed)
+    return value
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mixprec.answers import Answers
@@ -35,15 +36,19 @@ from lightning_mixprec.manual import ManualGuards
 from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.penalties import Penalties
-from lightning_mixprec.questions import warn_of_gradient_hooks, warn_of_shadows
+from lightning_mixprec.questions import refuse_stranger, warn_of_gradient_hooks, warn_of_late_hooks, warn_of_shadows
 from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
 from lightning_mixprec.reparametrised import Registrations
+from lightning_mixprec.roll_call import RollCall
 from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.schedules import RealFrequencies, in_a_batch
 from lightning_mixprec.sharding import is_sharded
+from lightning_mixprec.step_guard import StrangerGuard
 from lightning_mixprec.steps import Outcome, Steps
 
 log = logging.getLogger(__name__)
+
+_LATE_HOOKS = 64  # batches in which hooks are looked for that see less under DDP
 
 
 class Fit:
@@ -112,8 +117,10 @@ class Fit:
         # Only now: Lightning looks for overridden hooks while it sets up schedulers.
         restore_(module, below=False)
         swap_(module, TrainingModule, *self._compute, wraps_forward=False)
-        if not scaler.is_identity:
-            warn_of_gradient_hooks(module)
+        self._hooks_are_named = scaler.is_identity  # there is nothing to say of them
+        self._late_hooks_are_named = False
+        self._strangers = StrangerGuard(self._refuse_stranger)
+        self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
         self._newcomers = Newcomers(module, masters, reduction) if self._ddp else None
         self._frequencies: RealFrequencies | None = None
         self._manual: ManualGuards | None = None
@@ -122,7 +129,9 @@ class Fit:
         else:
             schedulers = [config.scheduler for config in lr_schedulers]
             refuse = self._ddp or not scaler.is_identity
-            self._manual = ManualGuards(self._rests, model, optimizers, schedulers, refuse_plain_backward=refuse)
+            self._manual = ManualGuards(
+                self._rests, self._roll_call, optimizers, schedulers, refuse_plain_backward=refuse
+            )
 
     def close(self) -> dict[str, Any]:
         """End it, and return what a checkpoint that is saved afterwards holds of it."""
@@ -133,6 +142,7 @@ class Fit:
         self._steps.after_backward()
         self._ledger.end_batch()  # of steps made after the last `training_step`
         self._ledger.close()
+        self._strangers.remove()
         # Manual loops leave gradients behind that no window will ever use.
         finished = self._manual is not None and self._trainer.state.status != TrainerStatus.INTERRUPTED
         state = self.state_dict(partial=not finished)
@@ -176,6 +186,11 @@ class Fit:
         self._steps.begin_batch()
         if self._feeding is not None:
             self._feeding.look(module, self._trainer.callbacks, closely=ledger.batches <= 2)
+        if not self._hooks_are_named and ledger.batches & (ledger.batches - 1) == 0:
+            self._hooks_are_named = warn_of_gradient_hooks(module)
+        accumulates = self._answers.reduction is not None and ledger.window_open
+        if accumulates and not self._late_hooks_are_named and ledger.batches <= _LATE_HOOKS:
+            self._late_hooks_are_named = warn_of_late_hooks(module)
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
@@ -196,6 +211,13 @@ class Fit:
                 self._manual.end_batch(ledger.batches)
             self.end_batch()
 
+    def after_batch(self) -> None:
+        """All of a batch is over; if it was the last of an epoch, it has to be the last of all ranks."""
+        if self._roll_call is not None:
+            last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            leave = self._roll_call.end_epoch if last else self._roll_call.go_on
+            leave(self._ledger.batches, self._trainer.current_epoch)
+
     def before_backward(self, loss: Tensor) -> None:
         """Let gradients that this backward of ``loss``, not scaled yet, adds to be fp32."""
         self.close_edits()
@@ -205,7 +227,9 @@ class Fit:
         for optimizer in self._ledger.before_backward():
             self._steps.skipped_by_user(optimizer)
         if self._manual is not None:
-            self._manual.before_backward(self._ledger.batches, self._trainer.strategy.model)
+            self._manual.before_backward(
+                self._ledger.batches, self._trainer.current_epoch, self._trainer.strategy.model
+            )
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -264,7 +288,8 @@ class Fit:
             before_step()
             self.close_edits()
 
-        output = self._steps.step_or_skip(optimizer, result, last, arguments)
+        with self._strangers.lifted():
+            output = self._steps.step_or_skip(optimizer, result, last, arguments)
         if self._edits is not None:
             self._edits.stepped()
         self.open_edits()
@@ -276,6 +301,11 @@ class Fit:
             self.fp8_tokens = self._fp8_advice.give(self._trainer)
             self._fp8_advice = None
         self._steps.end_batch()
+
+    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+        if not any(optimizer is each for each in self._ledger.optimizers):  # those have a guard of their own
+            narrow = self._masters if self._masters is not None else ()
+            refuse_stranger(optimizer, self._module, narrow, scaled=not self._scaler.is_identity)
 
     def _rests(self, optimizer: Any) -> bool:
         """Whether a schedule of ``optimizer`` that the user steps now has to rest: its last step was skipped."""

@@ -30,8 +30,8 @@ class BuildingModule(ComputeLayer):
     _mixprec_wraps_methods = False  # hooks are not the network
 
     def configure_optimizers(self) -> Any:
-        """The user's, with fp32 parameters in the module."""
-        with self.trainer.precision_plugin.master_weights.shown_in(self):
+        """The user's, with parameters that are fp32."""
+        with self.trainer.precision_plugin.master_weights.shown():
             return super().configure_optimizers()  # type: ignore[misc]
 
 
@@ -52,6 +52,11 @@ class TrainingModule(ComputeLayer):
         result = super().on_train_batch_start(*args)  # type: ignore[misc]
         self.trainer.precision_plugin._fit.admit_newcomers()
         return result
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """The user's; nothing of a validation that comes next has begun."""
+        super().on_train_batch_end(*args)  # type: ignore[misc]
+        self.trainer.precision_plugin._fit.after_batch()
 
     def on_train_epoch_end(self) -> None:
         """The user's; what it edits in 16-bit weights is looked at."""

@@ -350,6 +350,7 @@ class GradientLedger:
         """Make the gradients of ``optimizer`` fp32 and true, each once."""
         params = _with_gradients(optimizer)
         if self._masters is not None:
+            self._masters.gradients.allow(param for group in optimizer.param_groups for param in group["params"])
             self._masters.gradients.unscale(params)
         if not self.scaler.is_identity:
             scaled = [param for param in params if param in self._scaled]

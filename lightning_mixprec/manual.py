@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mixprec.roll_call import RollCall
@@ -26,7 +25,7 @@ class ManualGuards:
 
     Args:
         rests: Tells whether a schedule of an optimizer has to rest, because its last step was skipped.
-        model: The module, or the wrapper of DDP around it.
+        roll_call: Of the ranks, under DDP.
         optimizers: All of them.
         schedulers: Schedules that the user steps.
         refuse_plain_backward: Whether ``loss.backward()`` would give other gradients than ``self.manual_backward``.
@@ -38,7 +37,7 @@ class ManualGuards:
     def __init__(
         self,
         rests: Callable[[Any], bool],
-        model: nn.Module,
+        roll_call: RollCall | None,
         optimizers: Iterable[Optimizer],
         schedulers: Iterable[Any],
         *,
@@ -48,7 +47,7 @@ class ManualGuards:
         self._made_backward = False  # in this batch
         self._handles: list[Any] = []
         self._schedulers = [rest_over_skips(scheduler, rests) for scheduler in schedulers]
-        self._roll_call = RollCall() if isinstance(model, DistributedDataParallel) else None
+        self._roll_call = roll_call
         if refuse_plain_backward:
             groups = (group for optimizer in optimizers for group in optimizer.param_groups)
             for param in (param for group in groups for param in group["params"] if param.requires_grad):
@@ -58,16 +57,17 @@ class ManualGuards:
         """A `training_step` begins."""
         self._made_backward = False
 
-    def before_backward(self, batches: int, wrapper: Any) -> None:
+    def before_backward(self, batches: int, epoch: int, wrapper: Any) -> None:
         """Meet the other ranks, of which one may make no backward.
 
         Args:
             batches: How many there have been, this one included.
+            epoch: From 0.
             wrapper: What the strategy calls.
         """
         self._made_backward = True
         if self._roll_call is not None:
-            self._roll_call.enter(batches, synchronised=wrapper.require_backward_grad_sync)
+            self._roll_call.enter(batches, synchronised=wrapper.require_backward_grad_sync, epoch=epoch)
 
     def end_batch(self, batches: int) -> None:
         """A `training_step` has ended."""

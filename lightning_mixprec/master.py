@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.borrow import Borrower
-from lightning_mixprec.exchange import replace
+from lightning_mixprec.exchange import lend_lists
 from lightning_mixprec.given import Given
 from lightning_mixprec.opaque import is_script
 from lightning_mixprec.ranks import several_ranks, wait_for_streams
@@ -143,38 +143,39 @@ class MasterWeights:
         self._settled = True
 
     @contextmanager
-    def shown_in(self, module: nn.Module) -> Iterator[None]:
-        """Let ``module`` hold its fp32 values in place of its 16-bit parameters, while optimizers are made.
+    def shown(self) -> Iterator[None]:
+        """Let the parameters themselves hold their fp32 values while optimizers are made.
 
-        What an optimizer derives from its parameters when it is made (state, slow weights, lists) is fp32 then.
+        What is derived from parameters then (state, slow weights) is fp32, and what is kept (lists to clip, hooks,
+        an optimizer that Lightning does not know) is of the parameters that train. Torch gives a parameter another
+        accumulator of gradients with another dtype: a wrapper of DDP from before has to be made anew.
         """
         self._settle()
-        shown: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for each in module.modules():
-            for name, param in each._parameters.items():
-                if param is not None and param in self._stand_ins:
-                    shown.append((each, name, param))
-                    each._parameters[name] = self._stand_ins[param]
+        dtypes = {param: param.dtype for param in self._stand_ins}
+        for param, stand_in in self._stand_ins.items():
+            param.data = stand_in.data
         try:
             yield
         finally:
-            for each, name, param in shown:
-                param.__dict__.update(self._stand_ins[param].__dict__)
-                each._parameters[name] = param
+            for param, dtype in dtypes.items():
+                stand_in = self._stand_ins[param]
+                stand_in.data = param.data.float()  # other memory, if it was given other values so
+                stand_in.__dict__.update(param.__dict__)
+                param.grad = None
+                param.data = param.data.to(dtype)
 
     @torch.no_grad()
     def allocate(self, optimizers: Iterable[Optimizer] = (), *, release_others: bool = False) -> None:
         """Lay the values out in buckets on the parameters' device, and open them to ``optimizers``.
 
         Args:
-            optimizers: Made with the module's parameters, or with what :meth:`shown_in` shows.
+            optimizers: Made with the module's parameters, in :meth:`shown`.
             release_others: Make parameters fp32 again that no optimizer holds: nothing updates them but the user, whose
                 averages of weights, for example, would not move in 16 bits.
         """
         self._settle()
-        given = {stand_in: param for param, stand_in in self._stand_ins.items()}
         for optimizer in optimizers:
-            replace(optimizer, given)
+            lend_lists(optimizer, self._stand_ins)
             for group in optimizer.param_groups:
                 self._allocate([param for param in group["params"] if param in self._stand_ins])
         if release_others:

@@ -45,6 +45,7 @@ from lightning_mixprec.questions import (
     called_directly,
     reduces_gradients,
     refuse_averaging,
+    refuse_backward_without_optimizers,
     refuse_comm_hook,
     refuse_optimizers,
     refuse_sharding,
@@ -284,9 +285,8 @@ class MasterWeightPrecision(Precision):
         for optimizer in optimizers:
             refuse_unsharded(module, (param for group in optimizer.param_groups for param in group["params"]))
         if self.master_weights is not None:
-            count = len(self.master_weights)
             self.master_weights.allocate(optimizers, release_others=bool(optimizers))
-            if len(self.master_weights) < count:  # fp32 from here on, and DDP's buckets are 16-bit
+            if module.trainer.state.fn == "fit":  # parameters were shown in fp32, and some may stay so from here on
                 rebuild_wrapper(module.trainer.strategy)
                 model = cast(nn.Module, module.trainer.strategy.model)
         assert self._conversion is not None
@@ -318,7 +318,7 @@ class MasterWeightPrecision(Precision):
     def teardown(self) -> None:
         """Leave the module as found: its own classes, no hooks, fp32 weights equal to the masters."""
         if self.master_weights is not None:
-            explain(sys.exception())
+            explain(sys.exception(), self._conversion.narrowed() if self._conversion is not None else ())
         if self._fit is not None:
             self._fp8_tokens = self.fp8_tokens
             self._left = self._fit.close()
@@ -425,6 +425,8 @@ class MasterWeightPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss; let gradients that this backward adds to be fp32."""
+        if self._fit is None:
+            refuse_backward_without_optimizers()
         assert self._fit is not None
         self._fit.before_backward(tensor)
         with self._no_autocast():

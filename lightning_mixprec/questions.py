@@ -166,6 +166,38 @@ def refuse_second_average(callbacks: list[Any]) -> None:
         )
 
 
+def refuse_stranger(optimizer: Optimizer, module: nn.Module, narrow: Container[object], *, scaled: bool) -> None:
+    """Refuse a step of an optimizer that Lightning has not been told of, on parameters that it would step wrongly.
+
+    Args:
+        optimizer: About to step.
+        module: Which trains.
+        narrow: Its 16-bit parameters.
+        scaled: Whether gradients carry a loss scale.
+    """
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    wrong = {param for param in module.parameters() if param in held and (scaled or param in narrow)}
+    if wrong:
+        fault = "have gradients that carry the loss scale" if scaled else "are 16-bit while training"
+        raise MisconfigurationException(
+            f"{type(optimizer).__name__}.step() was called, which configure_optimizers has not returned, and "
+            f"{len(wrong)} of its parameters ({_names(wrong, module)}) {fault}: it would not step on the fp32 weights. "
+            "Return it as well; in manual optimization (self.automatic_optimization = False) there may be several, and "
+            "training_step calls them when it likes. In a gradient hook no optimizer can step: whether all gradients "
+            "are finite is known after backward."
+        )
+
+
+def refuse_backward_without_optimizers() -> None:
+    """Refuse a backward whose gradients nobody would use."""
+    raise MisconfigurationException(
+        "manual_backward(loss) was called where MasterWeightPrecision knows of no optimizer. In fit, return from "
+        "configure_optimizers what is to step on the fp32 weights, several in a list, and call it in training_step, "
+        "not in a gradient hook, or train in fp32: Trainer(precision='32-true'). Elsewhere, as in a test_step that "
+        "optimizes something, write loss.backward()."
+    )
+
+
 def refuse_averaging(callbacks: list[Any]) -> None:
     """Refuse stock averages of 16-bit weights."""
     for callback in callbacks:
@@ -215,19 +247,54 @@ def called_directly(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def warn_of_gradient_hooks(module: nn.Module) -> None:
-    """Warn of hooks on parameters' gradients, which see them times the loss scale."""
-    hooked = [
-        name
-        for name, param in module.named_parameters()
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
-    ]
+def warn_of_gradient_hooks(module: nn.Module) -> bool:
+    """Warn of hooks on parameters' gradients, which see them times the loss scale; whether there are any."""
+    late = _hooked_late(module)
+    hooked = [name for name, param in module.named_parameters() if param._backward_hooks or name in late]
     if hooked:
         rank_zero_warn(
             f"{len(hooked)} parameters have gradient hooks ({', '.join(hooked[:3])}{', ...' * (len(hooked) > 3)}), "
             "which see 16-bit gradients times the loss scale: a clamp or a threshold there means another size than in "
-            "fp32. Clip in `configure_gradient_clipping` or `on_before_optimizer_step`, where gradients are true."
+            "fp32, and what is put aside carries the scale. Clip in `configure_gradient_clipping` or "
+            "`on_before_optimizer_step`, where gradients are true."
         )
+    return bool(hooked)
+
+
+def warn_of_late_hooks(module: nn.Module) -> bool:
+    """Warn of hooks after accumulation where DDP accumulates nothing; whether there are any."""
+    hooked = _hooked_late(module)
+    if hooked:
+        rank_zero_warn(
+            f"{len(hooked)} parameters have hooks of register_post_accumulate_grad_hook ({', '.join(hooked[:3])}"
+            f"{', ...' * (len(hooked) > 3)}). Under DDP they see the gradient of one batch of an accumulation window, "
+            "not the sum so far as with fp32 weights, which is kept elsewhere. Change gradients in "
+            "`on_before_optimizer_step`, where they are whole."
+        )
+    return bool(hooked)
+
+
+def _hooked_late(module: nn.Module) -> list[str]:
+    """Names of parameters with the user's own hooks on accumulated gradients."""
+
+    def hooks(param: Any) -> Iterable[Any]:
+        return (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+
+    return [name for name, param in module.named_parameters() if any(not _is_ours(hook) for hook in hooks(param))]
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(__name__.partition(".")[0] + ".")
+
+
+def warn_of_missing_gradients(optimizer: Optimizer, batches: int) -> None:
+    """Warn of an optimizer that has nothing to step with although there has been a backward, again and again."""
+    rank_zero_warn(
+        f"After the backward of the last {batches} batches no parameter of {type(optimizer).__name__} has had a "
+        "gradient: nothing is trained. Look for a hook that clears them (`param.grad = None`, `zero_grad()`), or a "
+        "loss that the parameters have no part in. Gradients that were put aside can be put back in "
+        "`on_before_optimizer_step`."
+    )
 
 
 def user_code_sees_gradients(model: LightningModule) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class StepGuard:
@@ -65,4 +66,43 @@ class StepGuard:
 
     def remove(self) -> None:
         """Leave the optimizer as found."""
+        self._handle.remove()
+
+
+class StrangerGuard:
+    """Has somebody look at every optimizer that is stepped anywhere, but inside :meth:`lifted`.
+
+    Args:
+        look: Is given the optimizer before it steps, and may refuse it.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> guard = StrangerGuard(lambda stepped: print(type(stepped).__name__))
+        >>> optimizer.step()
+        SGD
+        >>> guard.remove()
+    """
+
+    def __init__(self, look: Callable[[Optimizer], None]) -> None:
+        self._look = look
+        self._lifted = False
+        self._handle = register_optimizer_step_pre_hook(self.hook)
+
+    def hook(self, optimizer: Optimizer, *_: Any) -> None:
+        """The step hook of all optimizers."""
+        if not self._lifted:
+            self._look(optimizer)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Around a step that is taken rightly, which may be one of an optimizer that steps others."""
+        self._lifted = True
+        try:
+            yield
+        finally:
+            self._lifted = False
+
+    def remove(self) -> None:
+        """Leave torch as found."""
         self._handle.remove()

@@ -28,8 +28,16 @@ from lightning_mixprec.containers import stacked
 from lightning_mixprec.guests import Once, Uncounted
 from lightning_mixprec.ledger import GradientLedger
 from lightning_mixprec.magnitudes import nonfinite
-from lightning_mixprec.questions import refuse_true_half, refuse_unsharded, report, user_code_sees_gradients
+from lightning_mixprec.questions import (
+    refuse_true_half,
+    refuse_unsharded,
+    report,
+    user_code_sees_gradients,
+    warn_of_missing_gradients,
+)
 from lightning_mixprec.scaler import DynamicLossScaler
+
+_MISSING = 3  # batches in a row whose backward leaves no gradient, before that is said
 
 
 class NonFiniteGradientsError(RuntimeError):
@@ -100,6 +108,7 @@ class Steps:
         self._decided = True  # since buffers were remembered, an optimizer has stepped or skipped
         self._loss: Tensor | None = None  # sum of the unscaled losses since the last step: not finite if one was not
         self._progress: Any = None  # Lightning's count of steps, once one was skipped
+        self._missing = 0  # batches in a row whose backward has left no gradient
         self._hopeless: str | None = None  # the error to end with, once the batch has been accounted for
 
     def begin_batch(self) -> None:
@@ -168,10 +177,20 @@ class Steps:
         if ledger.guarded(optimizer):
             self._skip(optimizer)
             return result
+        by_user = user_code_sees_gradients(model)
+        put_back = False
         if params and not ledger.has_gradients(optimizer):  # training_step returned None, or an idle optimizer
-            self._outcome.advances = False
-            self._uncount()
-            return result
+            if result is not None and model.automatic_optimization:
+                put_back = by_user and self._puts_back(optimizer, before_step)
+                self._missing = 0 if put_back else self._missing + 1
+                if self._missing == _MISSING:
+                    warn_of_missing_gradients(optimizer, _MISSING)
+            if not put_back:
+                self._outcome.advances = False
+                self._uncount()
+                return result
+        else:
+            self._missing = 0
 
         if not ledger.has_masters:
             refuse_true_half(model, params)  # unfrozen since
@@ -182,7 +201,6 @@ class Steps:
             return optimizer.step(closure=Once(optimizer, result), **step_arguments)
 
         ledger.notice = self._diagnosis.notice
-        by_user = user_code_sees_gradients(model)
         clips = bool(model.trainer.gradient_clip_val)
         # Clipped by value, an inf is a number, and its parameter can no longer be named.
         by_norm = model.trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
@@ -197,7 +215,7 @@ class Steps:
                 return result
             return ledger.step(optimizer, step) if ledger.held_back else output
         overflowed = ledger.overflowed(optimizer)
-        if not overflowed:
+        if not (overflowed or put_back):
             if by_user or clips:
                 ledger.unscale(optimizer)
             before_step()
@@ -208,6 +226,13 @@ class Steps:
             self._skip(optimizer)
             return result
         return ledger.step(optimizer, step)
+
+    def _puts_back(self, optimizer: Optimizer, before_step: Callable[[], None]) -> bool:
+        """Whether the user's hooks bring gradients that others of them have put aside since backward."""
+        self._ledger.unscale(optimizer)
+        before_step()
+        self._ledger.note(optimizer)
+        return self._ledger.has_gradients(optimizer)
 
     def end_batch(self) -> None:
         """Account for the batch, if an optimizer was called.

@@ -41,6 +41,13 @@ class WideGradients:
         param.grad = grad
         self._wide.add(param)
 
+    def allow(self, params: Iterable[nn.Parameter]) -> None:
+        """Let 16-bit parameters that have no gradient be given an fp32 one, by whoever writes ``param.grad = ...``."""
+        for param in params:
+            if param.grad is None and param.dtype in HALF:
+                param.grad_dtype = None
+                self._wide.add(param)
+
     def widen(self, params: Iterable[nn.Parameter]) -> None:
         """Make gradients fp32 that the next backward will add to, so that a sum over micro-batches is an fp32 sum.
 

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import loader, make_trainer
+from reference import TinyModule, loader, make_batches, make_trainer
 from torch import nn
 
 from lightning_mixprec import MasterWeightPrecision, PrecisionPolicy
@@ -342,6 +342,32 @@ def test_what_torch_refuses_in_16_bits_says_what_to_write(code, words, precision
     with pytest.raises(RuntimeError) as raised:
         make_trainer(MasterWeightPrecision(precision), max_steps=1).fit(Module(), loader([torch.randn(4, 8)]))
     assert words in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half])
+def test_a_module_that_is_cast_after_fit_has_begun_says_what_to_leave_out(cast, hook):
+    class Module(TinyModule):
+        pass
+
+    setattr(Module, hook, lambda self, *args: cast(self.net))
+    module = Module()
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(MasterWeightPrecision("bf16")).fit(module, loader(make_batches(2)))
+    assert "('net.time_embedding.weight'" in raised.value.__notes__[0]
+    assert "Leave that out" in raised.value.__notes__[0]
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+
+
+def test_a_module_that_is_cast_at_the_end_is_fp32_after_fit():
+    class Module(TinyModule):
+        def on_train_epoch_end(self):
+            self.net.half()
+
+    module = Module()
+    make_trainer(MasterWeightPrecision("bf16")).fit(module, loader(make_batches(2)))
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+    make_trainer().fit(module, loader(make_batches(1)))
 
 
 def test_networks_of_metrics_are_left_alone():

@@ -43,8 +43,13 @@ FAILURES = {
     "clears its gradients, manual": ((1, 1), PLACES, PLACES),
     "plain backward, manual": ((1, 1), r"self\.manual_backward", r"self\.manual_backward"),
 }
+UNEVEN = r"Rank 1 goes on with another training batch in epoch {} \(from 0\), in which it waits for rank 0"
+for scenario in ("has more batches", "has more batches, accumulating", "has more batches, manual"):
+    FAILURES[scenario] = ((1, 1), UNEVEN.format(0), LOST)
 # What is no failure: real steps and skips of six batches.
 ENDURED = {
+    "two epochs": (12, 0),
+    "two epochs, manual": (12, 0),
     "both return None, manual": (5, 0),
     "misses a micro-batch, manual": (3, 0),
     "writes inf into a gradient, manual": (5, 1),
@@ -100,10 +105,14 @@ def rank_of(scenario: str, rank: int, port: int, directory: Path) -> None:
         strategy=DDPStrategy(timeout=timedelta(seconds=60)),
         devices=2,
         use_distributed_sampler=False,
+        max_epochs=2 if scenario.startswith(("has more", "two")) else 1,
         accumulate_grad_batches=2 if "accumulating" in scenario else 1,
     )
     module = Failing(scenario)
-    trainer.fit(module, loader(make_batches(12)[rank::2]))
+    batches = make_batches(12)[rank::2]
+    if scenario.startswith("has more") and rank == 0:
+        batches = batches[:4]
+    trainer.fit(module, loader(batches))
     state = {"weights": module.state_dict(), "counts": (plugin.real_steps, plugin.skipped_steps, plugin.loss_scale)}
     torch.save(state, directory / f"{scenario}-{rank}.pt")
 

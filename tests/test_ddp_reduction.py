@@ -4,6 +4,7 @@ The file runs itself as the workers, two processes over gloo.
 """
 
 import sys
+import warnings
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -172,6 +173,17 @@ def accumulate(gradient, reduce_dtype, **options):
     return 4.0 - module.net[0].weight.item(), module.seen
 
 
+def accumulate_with_hooks(**options):
+    """What is said of a hook that would have to see the sum over a window."""
+    module = Constant(1.0)
+    module.net[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(MasterWeightPrecision("bf16"), accumulate_grad_batches=4, **options)
+        trainer.fit(module, loader([torch.zeros(1)] * 8))
+    return [str(each.message) for each in caught if "register_post_accumulate_grad_hook" in str(each.message)]
+
+
 def step_once(reduce_dtype, manual, **options):
     """How far the weight moves in a step with gradients of 1 and 1/256, whose mean is no bf16 number."""
     trainer = make_trainer(MasterWeightPrecision("bf16", reduce_dtype=reduce_dtype), devices=2, **options)
@@ -222,6 +234,14 @@ def test_64_micro_batches_of_a_64th_are_a_whole(dtype, gradient, ranks):
         assert seen[0].item() == pytest.approx(gradient, abs=1e-6 if dtype == "fp32" else BF16_ULP)
 
 
+def test_hooks_that_would_see_a_sum_are_named_once(ranks):
+    """On one device they see it, as with fp32 weights; DDP is given one micro-batch at a time."""
+    (said,) = ranks[0]["late hooks"]
+    assert "net.0.weight" in said
+    assert "on_before_optimizer_step" in said
+    assert ranks[1]["late hooks"] == []
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("manual", [False, True])
 def test_means_that_are_no_16_bit_numbers(manual, wrapper, ranks):
@@ -261,6 +281,7 @@ def main(directory: Path) -> None:
     for dtype in ("compute", "fp32"):
         for gradient in (1.0, ODD):
             results["accumulate", dtype, gradient] = accumulate(gradient, dtype, **options)
+    results["late hooks"] = accumulate_with_hooks(use_distributed_sampler=False, **options)
     options["strategy"] = DDPStrategy(ddp_comm_hook=allreduce_hook)
     results["user hook, compute"] = accumulate(1.0, "compute", **options)
     options["strategy"] = DDPStrategy(ddp_comm_hook=allreduce_hook)

@@ -43,6 +43,12 @@ def replace(module, factor=0.9999):
     module.body.weight.data = module.body.weight.data * factor
 
 
+def write_a_copy(module):
+    copy = module.body.weight.data.clone()
+    copy.mul_(0.9999)
+    module.body.weight.data = copy
+
+
 TEACHER = torch.linspace(0.1, 0.2, 32 * 64).view(32, 64)
 
 LOST = {
@@ -63,6 +69,7 @@ LOST = {
     "foreach copy_": lambda m: torch._foreach_copy_([m.body.weight], [nn.functional.softshrink(m.body.weight, 2e-5)]),
     "pulls": lambda m: m.body.weight.copy_(m.body.weight.float().lerp(TEACHER, 3e-4)),
     "other memory": replace,
+    "a copy that was written to": write_a_copy,
     "a vector": flatten_and_back,
 }
 
@@ -125,6 +132,8 @@ FINE = {
     "swap of memory": swap_memory,
     "wider for a while": lambda m: m.float(),
     "once": lambda m: replace(m) if m.global_step == 5 else None,
+    "a copy": lambda m: setattr(m.body.weight, "data", m.body.weight.data.clone()),
+    "another layout": lambda m: setattr(m.body.weight, "data", m.body.weight.data.t().contiguous().t()),
 }
 
 

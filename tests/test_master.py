@@ -44,7 +44,7 @@ def make(rung: str, make_optimizer, select=every_parameter, dtype: torch.dtype =
     torch.manual_seed(0)
     net = Net()
     masters = MasterWeights(net, net.dtypes(dtype), rung)
-    with masters.shown_in(net):
+    with masters.shown():
         optimizer = make_optimizer(select(net))
     masters.allocate([optimizer])
     return net, masters, optimizer
