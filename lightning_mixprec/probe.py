@@ -10,7 +10,7 @@ What it leaves out: stepping on the real weights (:mod:`lightning_mixprec.borrow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from textwrap import shorten
@@ -25,14 +25,34 @@ Way: TypeAlias = Literal["flat", "shaped", "whole"]
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that holds another one, which would step on weights behind its back."""
+    """Refuse an optimizer that holds another one, or an object with parameters: both step behind its back."""
     for name, value in vars(optimizer).items():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        if name not in ("state", "param_groups") and any(isinstance(each, Optimizer) for each in values):
+        if name not in ("state", "param_groups") and any(isinstance(each, Optimizer) for each in _parts(value)):
             raise ValueError(
                 f"{type(optimizer).__name__} wraps another optimizer (in {name!r}) and changes weights behind its "
                 "back, which masters cannot follow. Use the inner optimizer; MasterWeightAveraging averages weights."
             )
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, value in vars(optimizer).items():
+        helper = next((each for each in _parts(value) if any(part in held for part in _attributes(each))), None)
+        if helper is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps parameters in an object of its own (a {type(helper).__name__}, in "
+                f"{name!r}), where fp32 weights cannot take their place for a step. Use an optimizer that steps on "
+                "what is in its parameter groups, or train in fp32: Trainer(precision='32-true')."
+            )
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What is in a container, or the value itself."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
+
+
+def _attributes(value: Any) -> list[nn.Parameter]:
+    """Parameters among an object's attributes, or in containers that are attributes."""
+    if isinstance(value, (Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
+        return []
+    return [part for each in vars(value).values() for part in _parts(each) if isinstance(part, nn.Parameter)]
 
 
 def classify(optimizer: Optimizer) -> tuple[Way, str]:

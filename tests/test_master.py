@@ -681,6 +681,29 @@ def test_wrapper_of_an_optimizer_is_refused_by_name_before_any_weight_changes():
         assert torch.equal(value, before[name])
 
 
+def test_optimizer_that_keeps_parameters_in_an_object_of_its_own_is_refused_by_name():
+    """As distributed preconditioners do: a step on what they hold would be one on 16-bit weights."""
+
+    class Preconditioner:
+        def __init__(self, params):
+            self.params = params
+
+    class Preconditioned(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.preconditioners = [Preconditioner(group["params"]) for group in self.param_groups]
+
+        def step(self, closure=None):
+            for each in self.preconditioners:
+                for param in each.params:
+                    param.data.sub_(param.grad)
+
+    net = nn.Linear(2, 1)
+    masters = MasterWeights(net, {"weight": torch.bfloat16, "bias": torch.bfloat16})
+    with pytest.raises(ValueError, match=r"keeps parameters in an object of its own \(a Preconditioner, in 'precond"):
+        masters.allocate([Preconditioned(net.parameters(), lr=0.1)])
+
+
 def test_schedule_free_optimizer_follows_the_plain_one_through_its_modes():
     """train() and eval() write weights outside a step."""
     from schedulefree import AdamWScheduleFree
