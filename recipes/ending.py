@@ -76,20 +76,6 @@ class TimeLimit(Timer):
         trainer.should_stop = trainer.should_stop or others
 
 
-class BrokenEpochs(L.Callback):
-    """A run that ends in the middle of an epoch goes on in the middle of it.
-
-    Lightning 2.6 counts the epoch as processed before `on_train_epoch_end`, where checkpoints are saved if there is no
-    validation: a run that goes on would take the rest of it, and all later epochs, with the next epoch's images.
-    """
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take that back in the checkpoint."""
-        for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
-            if counts["processed"] > counts["completed"] and not trainer.is_last_batch:
-                counts["processed"] -= 1
-
-
 class SaveOnInterruption(L.Callback):
     """On Ctrl-C, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
 

@@ -29,10 +29,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig
 
 from recipes import checks, command_line, cosine, dry_run, earlier_runs, first_step, resume, sweep
+from recipes.broken_epochs import BrokenEpochs
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
 from recipes.diffusion import DiffusionModule
-from recipes.ending import BrokenEpochs, SaveOnInterruption, TimeLimit
+from recipes.ending import SaveOnInterruption, TimeLimit
 from recipes.logged_steps import LoggedSteps
 from recipes.own_settings import OwnSettings
 from recipes.run_length import run_length

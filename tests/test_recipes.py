@@ -261,7 +261,7 @@ def test_loader_resumes_in_the_middle_of_an_epoch() -> None:
     batches = iter(first)
     head = [next(batches)["index"].tolist() for _ in range(5)]
     second.load_state_dict(first.state_dict())
-    assert second.state_dict() == {"epoch": 1, "batches": 5}
+    assert second.state_dict() == {"epoch": 1, "batches": 5, "images_per_batch": 4, "images_per_step": 1}
     assert head + [batch["index"].tolist() for batch in second] == order[1]
     second.shard.set_epoch(2)
     assert [batch["index"].tolist() for batch in second] == order[2]
