@@ -32,6 +32,7 @@ from recipes import checks, command_line, cosine, dry_run, earlier_runs, first_s
 from recipes.broken_epochs import BrokenEpochs
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
+from recipes.denoising import clip_bounded_images_alone
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption, TimeLimit
 from recipes.logged_steps import LoggedSteps
@@ -96,6 +97,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if problems:
         raise ConfigError(*problems)
     data = parts["data"]
+    clip_bounded_images_alone(parts["objective"], config["objective"], data)
     module = DiffusionModule(parts["model"], parts["objective"], parts["optimizer"], seed=seed)
     named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
     callbacks = [callback for callback in build_all(named, named).values() if callback is not None]
