@@ -302,6 +302,34 @@ def test_a_run_without_validation_goes_on_in_the_middle_of_an_epoch(
         assert_same(checkpoint(tmp_path / "whole")[entry], checkpoint(tmp_path / "b")[entry], entry)
 
 
+def test_what_is_no_whole_checkpoint_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, whole: Path
+) -> None:
+    last = whole / "checkpoints" / "last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    torch.save({"state_dict": saved["state_dict"]}, tmp_path / "weights.ckpt")
+    alone = {key: value for key, value in saved.items() if key not in ("optimizer_states", "lr_schedulers")}
+    torch.save(alone, tmp_path / "alone.ckpt")
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "cut.ckpt").write_bytes(last.read_bytes()[:5000])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    for name, expected in {
+        "weights": "without what a run needs to go on (optimizer_states, lr_schedulers, loops, pytorch-lightning_",
+        "alone": "without what a run needs to go on (optimizer_states, lr_schedulers). Give a checkpoint that was not",
+        "empty": "cannot be read as a checkpoint: it is empty, cut off or damaged. Give a .ckpt file",
+        "cut": "cannot be read as a checkpoint: it is empty, cut off or damaged (",
+        "text": "cannot be read as a checkpoint: it is no file of torch.save, or holds more than tensors",
+    }.items():
+        options = [f"ckpt_path={tmp_path}/{name}.ckpt", f"hydra.run.dir={tmp_path}/run", "trainer.max_steps=31"]
+        assert cli(monkeypatch, *TINY, *FEW, *options) == 2
+        shown = capfd.readouterr()
+        (line,) = (line for line in shown.err.splitlines() if line.startswith("error: "))
+        assert f"ckpt_path={tmp_path}/{name}.ckpt " in line
+        assert expected in line
+        assert "Traceback" not in shown.out + shown.err
+        assert "weights_only` set to" not in shown.err  # torch's advice
+
+
 # Batches of 32 images, 11 in an epoch: where the first run is, and what the second sees of its steps in this epoch.
 @pytest.mark.parametrize(
     ("first", "second", "begins", "size"),
