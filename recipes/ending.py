@@ -15,8 +15,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""After which a run is to end with a checkpoint."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""After which a run is to end with a checkpoint; the last is sent when the terminal is gone."""
 
 
 class ValidateAtEnd(L.Callback):
@@ -77,7 +77,9 @@ class TimeLimit(Timer):
 
 
 class SaveOnInterruption(L.Callback):
-    """On Ctrl-C, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
+    """On Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
+
+    A terminal that is closed sends SIGHUP, but for commands that `nohup` lets ignore it: those go on.
 
     SIGUSR1 is what SLURM is asked to send before a job's time is over (`--signal=USR1@90`): the job is then put back
     into the queue. Lightning would save inside of the signal handler, on each process somewhere else.
@@ -114,7 +116,8 @@ class SaveOnInterruption(L.Callback):
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for name in SIGNALS:
-                signal.signal(name, self._note)
+                if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+                    signal.signal(name, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:

@@ -112,7 +112,7 @@ def _leave_signals(worker: int) -> None:
 
     The main process decides when to stop. Workers end when it tells them, or when it is gone.
     """
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
 
 

@@ -116,9 +116,9 @@ def check_sigma_data(objective: Any, images: Tensor) -> None:
     Example:
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as said:
-        ...     check_sigma_data(EDM(sigma_data=0.5), torch.randn(4, 3, 32, 32))
+        ...     check_sigma_data(EDM(sigma_data=0.5), torch.tensor([-1.0, 1.0]).repeat(50, 50))
         >>> str(said[0].message)[:81]
-        'objective.sigma_data=0.5: the standard deviation of 4 training images is 1. Write'
+        'objective.sigma_data=0.5: the standard deviation of 50 training images is 1. Writ'
     """
     if not isinstance(objective, EDM) or not len(images):
         return

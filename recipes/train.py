@@ -85,7 +85,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
 
     Raises:
         ConfigError: Before anything is trained.
-        SystemExit: After SIGINT, SIGTERM or SIGUSR1, when what is kept has been shown.
+        SystemExit: After SIGINT, SIGTERM, SIGHUP or SIGUSR1, when what is kept has been shown.
     """
     check_targets(config)
     check_settings(config)

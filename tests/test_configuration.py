@@ -462,7 +462,7 @@ def test_images_from_0_to_1_and_another_spread_than_edms_are_said() -> None:
         each["image"] = -each["image"]
     with pytest.warns(UserWarning, match=r"values from -?0 to 0.99, none below 0. Images are taken to be in"):
         images = check_samples({"data": {"_target_": "mine.Sized"}}, data)
-    with pytest.warns(UserWarning, match=r"sigma_data=1.0: the standard deviation of 32 training images is 0.28"):
+    with pytest.warns(UserWarning, match=r"sigma_data=1.0: the standard deviation of 32 training images is 0.3"):
         check_sigma_data(EDM(sigma_data=1.0), images)
 
 

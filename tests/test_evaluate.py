@@ -214,7 +214,7 @@ def test_a_run_without_averages_shows_its_raw_weights(
         assert (said in capfd.readouterr().out) == (options == [])
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
     monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=5))
-    assert cli(monkeypatch, evaluate, path, "samples=2", f"output={tmp_path}/0.json") == 0
+    assert cli(monkeypatch, evaluate, path, "samples=10", f"output={tmp_path}/0.json") == 0
     assert json.loads((tmp_path / "0.json").read_text())["weights"] == "raw"
 
 

@@ -727,7 +727,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, batch: int, number: int, *argumen
     [
         (7, signal.SIGINT, 11),
         (15, signal.SIGTERM, 11),
-        (20, signal.SIGINT, 10),
+        (20, signal.SIGHUP, 10),
         (22, signal.SIGINT, 11),
         (22, signal.SIGINT, 30),
     ],
@@ -778,6 +778,17 @@ def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
     assert cli(monkeypatch, *again) == 0
     assert f"the run in {first} is complete" in capfd.readouterr().out
     assert_same(checkpoint(first), resumed)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        options = ["precision=fp32", "~callbacks.samples", "trainer.max_steps=3", f"hydra.run.dir={tmp_path}/a"]
+        assert signalled(monkeypatch, 2, signal.SIGHUP, *options) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    assert checkpoint(tmp_path / "a")["global_step"] == 3
 
 
 def test_interruption_waits_for_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
