@@ -668,7 +668,7 @@ RELATIVE = {
     "images": ["data=images", "data.directory=here/photos", *PHOTOS[1:]],
     "image_folder": ["data=image_folder", "data.directory=here/photos", *PHOTOS[1:3], "model.num_classes=1"],
     "mnist": ["experiment=mnist_unet", "data.directory=here/mnist"],
-    "webdataset": ["data=webdataset", "data.shards='here/s-{00..01}.tar'", "data.val_shards='here/s-0*.tar'"],
+    "webdataset": ["data=webdataset", "data.shards='here/s-{00..01}.tar'", "data.val_shards='here/s-*2.tar'"],
     "latents": ["experiment=digits_latent", "data.directory=here/latents", "data.autoencoder=here/autoencoder"],
 }
 
@@ -681,7 +681,7 @@ def test_relative_paths_begin_where_the_command_was_typed(
     here = tmp_path / "here"
     folder(here, {"photos/some": 40})
     fake_mnist(here / "mnist")
-    write_shards(here, [20, 20])
+    write_shards(here, [20, 20, 20])
     Autoencoder(in_channels=1, latent_channels=2).save(here / "autoencoder")
     monkeypatch.chdir(tmp_path)
     if kind == "latents":
