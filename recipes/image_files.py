@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from recipes.config import ConfigError
 from recipes.data import DataModule, Images, held_out
+
+UNREAD = (".avif", ".exr", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".svg", ".tga")
+"""How the names of pictures end that are none to torchvision."""
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for a number of channels."""
@@ -182,8 +186,22 @@ class ImagesDataModule(DataModule):
 
     def _find(self, root: Path, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
         """Path and label of every image below the folders of the classes, by name."""
+        unread: Counter[str] = Counter()
+
+        def is_image(path: str) -> bool:
+            if not Path(path).name.startswith("."):
+                unread.update({Path(path).suffix.lower()} & {*UNREAD})
+            return _is_image(path)
+
         try:
-            return sorted(make_dataset(root, class_to_idx, is_valid_file=_is_image), key=lambda found: found[0])
+            found = sorted(make_dataset(root, class_to_idx, is_valid_file=is_image), key=lambda found: found[0])
+            if unread:
+                kinds = " and ".join(f"{count} {kind}" for kind, count in sorted(unread.items()))
+                rank_zero_warn(
+                    f"{root}: {kinds} files are left out, {len(found)} images are there. Read are "
+                    f"{', '.join(e[1:] for e in IMG_EXTENSIONS)}: convert the others, or move them away."
+                )
+            return found
         except FileNotFoundError as error:  # a class without images
             empty = str(error).partition(" for the classes ")[2].partition(".")[0]
             where = f"{root}, class {empty}" if any(class_to_idx) else f"data.directory={root}"

@@ -221,6 +221,7 @@ IN_VAIN = {
     "objective.P_mean=100": ["objective.P_mean=100: at the time inf of training"],
     "objective.P_std=1000": ["objective.P_std=1000: at the time 0 of training"],
     "objective.sigma_max=1e30": ["objective.sigma_max=1e+30: at the time 1e+30 of sampling"],
+    "scheduler=cosine scheduler.eta_min=1": ["eta_min=1 is above the learning rate, 0.002, which would rise to it"],
     "optimizer.lr=0": ["optimizer.lr=0: torch.optim.AdamW refused: lr=0 trains nothing"],
     "callbacks.best.monitor=train/loss trainer.val_check_interval=5 +callbacks.stop.monitor=train/loss_epoch "
     "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": [

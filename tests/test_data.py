@@ -272,6 +272,16 @@ def test_folders_that_are_called_by_other_numbers_than_their_classes_are_said(
     assert labels == {name: sorted(names).index(name) for name in names}  # as torchvision has it
 
 
+def test_pictures_of_other_kinds_are_said_to_be_left_out(tmp_path: Path) -> None:
+    root = folder(tmp_path, {"some": 5})
+    for name in ("a.heic", "b.HEIC", "c.gif", "d.txt", ".e.gif"):
+        (root / "some" / name).touch()
+    data = ImagesDataModule(str(root), image_size=8, val_every=5)
+    with pytest.warns(UserWarning, match=rf"{root}: 1 .gif and 2 .heic files are left out, 5 images are there"):
+        data.setup()
+    assert (len(data.train), len(data.val)) == (4, 1)
+
+
 def test_images_that_train_and_validate_are_refused(tmp_path: Path) -> None:
     root = folder(tmp_path, {"train/a": 3, "train/b": 4})
     (root / "val").symlink_to(root / "train")
