@@ -222,7 +222,6 @@ IN_VAIN = {
     "objective.P_std=1000": ["objective.P_std=1000: at the time 0 of training"],
     "objective.sigma_max=1e30": ["objective.sigma_max=1e+30: at the time 1e+30 of sampling"],
     "scheduler=cosine scheduler.eta_min=1": ["eta_min=1 is above the learning rate, 0.002, which would rise to it"],
-    "optimizer.lr=0": ["optimizer.lr=0: torch.optim.AdamW refused: lr=0 trains nothing"],
     "callbacks.best.monitor=train/loss trainer.val_check_interval=5 +callbacks.stop.monitor=train/loss_epoch "
     "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": [
         "callbacks.best.monitor=train/loss is known after 10 batches, and looked at after 5. Write "
@@ -533,6 +532,11 @@ def test_limits_that_are_never_reached_and_metrics_of_other_callbacks_are_taken(
     raw = {"best": best | {"monitor": "val/loss_raw"}}
     assert len(monitor_problems({"callbacks": raw})) == 1
     assert monitor_problems({"callbacks": raw, "ema": {"decay": 0.9}}) == []
+
+
+def test_a_learning_rate_of_0_is_said_to_train_nothing() -> None:
+    with pytest.warns(UserWarning, match="optimizer.lr=0 leaves all weights as they are"):
+        check_optimizer({"optimizer": {"_target_": "torch.optim.SGD"}}, nn.Linear(1, 1), partial(torch.optim.SGD, lr=0))
 
 
 def test_optimizers_that_must_be_told_to_train_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
