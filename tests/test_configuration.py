@@ -779,6 +779,16 @@ def test_a_dry_run_counts_every_average_and_saves_none(
     assert not [*tmp_path.rglob("average_*")]
 
 
+@pytest.mark.parametrize("slow", ["", "This CPU has no bf16 instructions"])
+def test_a_dry_run_that_would_take_long_names_the_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, slow: str
+) -> None:
+    monkeypatch.setattr("recipes.dry_run.slowness", lambda dtype, device: slow)
+    options = [*TINY, *FEW, "data.batch_size=4", "precision=fp32", "dry_run=true", f"hydra.run.dir={tmp_path}/run"]
+    assert cli(monkeypatch, *options) == 0
+    assert ("here without instructions for its dtype: dry_run=meta" in capfd.readouterr().out) == bool(slow)
+
+
 def test_a_directory_that_cannot_be_written_to_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
