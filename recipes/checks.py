@@ -7,14 +7,19 @@ values are compared with signatures before (`recipes.signatures`), and a checkpo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -29,6 +34,9 @@ from recipes.run_length import RunLength, limited, run_length
 from recipes.sample_grid import SampleGrid
 from recipes.sampler import Sampler, check_guidance
 from recipes.signatures import target_nodes
+
+WORKERS = 16
+"""Processes per CPU that can still be meant, where reading waits for a network."""
 
 PLACES = {"dirpath", "directory", "save_dir", "snapshot_dir"}
 """Arguments of callbacks and loggers that name a directory to write to."""
@@ -85,6 +93,12 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
     ):
         if any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigError(f"{kind.__name__}: {remedy}, and leave the callback out.")
+    cpus = len(os.sched_getaffinity(0))
+    if data.num_workers > WORKERS * cpus:
+        raise ConfigError(
+            f"data.num_workers={data.num_workers}: each is a process with its own memory, and there are {cpus} CPUs. "
+            f"Write data.num_workers={cpus}."
+        )
     micro_batch = check_shares(data, ranks, settings)
     if data.steps_per_epoch == 0:
         shares = ranks * accumulated
@@ -195,34 +209,6 @@ def check_model(config: dict[str, Any], module: DiffusionModule, shape: tuple[in
             raise ValueError(f"images of shape {list(shape)} come out as {list(found.shape[1:])}.")
 
 
-def check_samples(config: dict[str, Any], data: Any) -> None:
-    """Refuse samples of another form than the module's: the first of each split, of data modules of one's own.
-
-    Args:
-        config: The whole configuration, for the error.
-        data: Set up.
-    """
-    shape, labels = tuple(data.image_shape), max(data.num_classes, 1)
-    for split, key in (("train", (0, 0)), ("val", 0)):
-        if not len(getattr(data, split)):
-            continue
-        with refusals(config, "data"):
-            sample = getattr(data, split)[key]
-        wrong = ""
-        if not (isinstance(sample, dict) and {"image", "label", "index"} <= sample.keys()):
-            wrong = f"is a {type(sample).__name__}; it must be a dict of image, label and index"
-        elif not (torch.is_tensor(image := sample["image"]) and image.is_floating_point() and image.shape == shape):
-            given = f"{image.dtype} of shape {list(image.shape)}" if torch.is_tensor(image) else type(image).__name__
-            wrong = f"has an image that is {given}; it must be floating-point, in [-1, 1], of shape {list(shape)}"
-        elif not 0 <= int(sample["label"]) < labels:
-            wrong = f"has the label {int(sample['label'])}; labels are 0 to {labels - 1}, by num_classes"
-        if wrong:
-            raise ConfigError(
-                f"data._target_={config['data']['_target_']}: {split}[{key}] {wrong}. See recipes.data.Images, which "
-                "is called with (epoch, row) in training and with row in validation."
-            )
-
-
 def check_sampler(config: dict[str, Any], sampler: Sampler, module: DiffusionModule) -> None:
     """Refuse a sampler that the objective has no use for before an hour of training has passed."""
     with refusals(config, "sampler"):
@@ -242,6 +228,22 @@ def check_places(config: dict[str, Any]) -> None:
         raise ConfigError(*problems)
 
 
+def check_states(callbacks: Mapping[str, Any]) -> None:
+    """Refuse callbacks whose states a checkpoint could not tell apart, such as two ModelCheckpoints that save alike.
+
+    Args:
+        callbacks: By the names that they have in the configuration.
+    """
+    seen: dict[str, str] = {}
+    for name, callback in callbacks.items():
+        if isinstance(callback, ModelCheckpoint) and (other := seen.setdefault(callback.state_key, name)) != name:
+            raise ConfigError(
+                f"{name} and {other} save at the same times by the same metric (monitor={callback.monitor}), and a "
+                f"checkpoint could not tell their states apart. Write another {name}.monitor, or leave it out: "
+                f"~{name}."
+            )
+
+
 def check_guidances(callbacks: Iterable[Any], module: DiffusionModule) -> None:
     """Refuse sample grids with guidance that the network does not learn."""
     for grid in (callback for callback in callbacks if isinstance(callback, SampleGrid)):
@@ -255,6 +257,12 @@ def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
     """Refuse processes that were not started as configured, and what a strategy cannot do, before they meet."""
     strategy, trainer_config = trainer.strategy, config["trainer"]
     devices, nodes = trainer.num_devices, trainer.num_nodes
+    backend = getattr(strategy, "_process_group_backend", None)
+    if backend == "nccl" and strategy.root_device.type != "cuda":
+        raise ConfigError(
+            f"strategy.process_group_backend=nccl: it connects GPUs, and this run computes on "
+            f"{strategy.root_device.type}. Write gloo, or leave it out."
+        )
     environment = getattr(strategy, "cluster_environment", None)
     started = 1  # from outside
     if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():

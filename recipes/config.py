@@ -72,12 +72,12 @@ def collected(problems: list[str]) -> Iterator[None]:
         problems += error.problems
 
 
-def fail(error: Exception) -> NoReturn:
+def fail(error: Exception, status: int = 2) -> NoReturn:
     """Show the message and leave; with HYDRA_FULL_ERROR=1 the traceback as well."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def quoted(path: Path) -> str:

@@ -24,7 +24,7 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
         eta_min: What they fall to.
 
     Raises:
-        ValueError: Without `T_max` outside of a recipe.
+        ValueError: Without `T_max` outside of a recipe, or if the rate would rise.
 
     Example:
         >>> import torch
@@ -36,6 +36,9 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
     def __init__(self, optimizer: Optimizer, T_max: int | None = None, eta_min: float = 0.0) -> None:
         if T_max is None:
             raise ValueError("T_max=None: the length of the run is not known here. Give a number of optimizer steps.")
+        highest = max(float(group["lr"]) for group in optimizer.param_groups)
+        if eta_min > highest:
+            raise ValueError(f"eta_min={eta_min} is above the learning rate, {highest:g}, which would rise to it")
         super().__init__(optimizer, T_max, eta_min)
 
 

@@ -103,10 +103,12 @@ class DataModule(L.LightningDataModule):
         train: Training samples, after `setup`.
         val: Validation samples, after `setup`; the same for all seeds.
         same_batches: Whether every epoch has the batches of the first.
+        bounded: Whether images lie in [-1, 1]. Latents do not.
     """
 
     train: Dataset[Batch]
     val: Dataset[Batch]
+    bounded = True
 
     def __init__(self, batch_size: int = 128, seed: int = 0, num_workers: int = 0) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,29 @@ def positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not 0 < number < math.inf:
             raise ValueError(f"{name}={number} must be positive and finite.")
+
+
+def clip_bounded_images_alone(objective: Objective, node: dict[str, Any], data: Any) -> None:
+    """Leave estimates unclipped where images have no bounds, unless a number is given.
+
+    Latents go to 4 and beyond. Cut off at 1 in each step of a sampler, they are no latents of any image
+    (CompVis/latent-diffusion#239).
+
+    Args:
+        objective: As built.
+        node: What it was built from.
+        data: Data module, with `bounded`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from recipes.objective import DDPM
+        >>> objective = DDPM()
+        >>> clip_bounded_images_alone(objective, {}, SimpleNamespace(bounded=False))
+        >>> print(objective.clip)
+        None
+    """
+    if not data.bounded and "clip" not in node:
+        objective.clip = None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.autocast import compute_context
 from lightning_mixprec.layers import swap_layers_
+from lightning_mixprec.processor import slowness
 from recipes import checks, cosine, first_step
 from recipes.config import ConfigError, build, build_all, collected
 from recipes.diffusion import DiffusionModule
@@ -88,6 +89,8 @@ def run_one_batch(
     averaging = [each for each in trainer.callbacks if isinstance(each, MasterWeightAveraging)]  # type: ignore[attr-defined]
     for callback in averaging:
         callback.snapshot_every = None  # nothing is saved
+    if trainer.is_global_zero and slowness(plan.compute, trainer.strategy.root_device):
+        print("dry_run=true computes a batch, here without instructions for its dtype: dry_run=meta prints the same")
     trainer.fit_loop.epoch_loop.max_steps = 1  # only now: what was checked before is the whole run
     trainer.fit(module, datamodule=data)
     if not trainer.is_global_zero:

@@ -15,8 +15,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""After which a run is to end with a checkpoint."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""After which a run is to end with a checkpoint; the last is sent when the terminal is gone."""
 
 
 class ValidateAtEnd(L.Callback):
@@ -76,22 +76,10 @@ class TimeLimit(Timer):
         trainer.should_stop = trainer.should_stop or others
 
 
-class BrokenEpochs(L.Callback):
-    """A run that ends in the middle of an epoch goes on in the middle of it.
-
-    Lightning 2.6 counts the epoch as processed before `on_train_epoch_end`, where checkpoints are saved if there is no
-    validation: a run that goes on would take the rest of it, and all later epochs, with the next epoch's images.
-    """
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take that back in the checkpoint."""
-        for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
-            if counts["processed"] > counts["completed"] and not trainer.is_last_batch:
-                counts["processed"] -= 1
-
-
 class SaveOnInterruption(L.Callback):
-    """On Ctrl-C, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
+    """On Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, finish the step, save a checkpoint and stop, so that nothing is lost.
+
+    A terminal that is closed sends SIGHUP, but for commands that `nohup` lets ignore it: those go on.
 
     SIGUSR1 is what SLURM is asked to send before a job's time is over (`--signal=USR1@90`): the job is then put back
     into the queue. Lightning would save inside of the signal handler, on each process somewhere else.
@@ -128,7 +116,8 @@ class SaveOnInterruption(L.Callback):
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for name in SIGNALS:
-                signal.signal(name, self._note)
+                if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+                    signal.signal(name, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:

@@ -64,6 +64,11 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     if output.is_dir():
         raise ConfigError(f"output={output} is a directory. Write output=PATH of a JSON file.")
     check_writable("output", output)
+    if count < data.num_classes:
+        raise ConfigError(
+            f"samples={count}: the data have {data.num_classes} classes, and images of some of them alone are far from "
+            f"those of all. Write samples=NUMBER, a multiple of {data.num_classes}."
+        )
     data.setup()
     if len(data.train) < 2:
         raise ConfigError(f"data: a distance to {len(data.train)} training image(s) says nothing. Give at least 2.")

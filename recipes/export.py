@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recipes import command_line
 from recipes.config import ConfigError, build, check_targets, fail, plain
+from recipes.denoising import clip_bounded_images_alone
 from recipes.diffusers_format import VERSION, Config, fold_label, scheduler_config, time_scale, unet_config
 from recipes.objective import DDPM
 from recipes.places import check_writable
@@ -48,6 +49,7 @@ def export(config: dict[str, Any]) -> Path:
     check_targets(config)
     trained = open_checkpoint(config)
     objective, data = build(trained.recipe, "objective"), build(trained.recipe, "data")
+    clip_bounded_images_alone(objective, trained.recipe["objective"], data)
     node, state = trained.recipe["model"], trained.state
     shape, num_classes = trained.made_for(data)
     label = chosen_label(config["label"], num_classes)

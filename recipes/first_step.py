@@ -51,6 +51,8 @@ def check_optimizer(
     """
     with refusals(config, "optimizer"):
         optimizer = make_optimizer(p for p in module.parameters() if p.requires_grad)
+        if all(group.get("lr") == 0 for group in optimizer.param_groups):
+            rank_zero_warn("optimizer.lr=0 leaves all weights as they are. Write a number above 0 to train.")
         if device is not None:
             _try_step(make_optimizer, device)
     if make_scheduler is None:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 from hydra.utils import to_absolute_path
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from recipes.config import ConfigError
 from recipes.data import DataModule, Images, held_out
+
+UNREAD = (".avif", ".exr", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".svg", ".tga")
+"""How the names of pictures end that are none to torchvision."""
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for a number of channels."""
@@ -181,8 +186,22 @@ class ImagesDataModule(DataModule):
 
     def _find(self, root: Path, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
         """Path and label of every image below the folders of the classes, by name."""
+        unread: Counter[str] = Counter()
+
+        def is_image(path: str) -> bool:
+            if not Path(path).name.startswith("."):
+                unread.update({Path(path).suffix.lower()} & {*UNREAD})
+            return _is_image(path)
+
         try:
-            return sorted(make_dataset(root, class_to_idx, is_valid_file=_is_image), key=lambda found: found[0])
+            found = sorted(make_dataset(root, class_to_idx, is_valid_file=is_image), key=lambda found: found[0])
+            if unread:
+                kinds = " and ".join(f"{count} {kind}" for kind, count in sorted(unread.items()))
+                rank_zero_warn(
+                    f"{root}: {kinds} files are left out, {len(found)} images are there. Read are "
+                    f"{', '.join(e[1:] for e in IMG_EXTENSIONS)}: convert the others, or move them away."
+                )
+            return found
         except FileNotFoundError as error:  # a class without images
             empty = str(error).partition(" for the classes ")[2].partition(".")[0]
             where = f"{root}, class {empty}" if any(class_to_idx) else f"data.directory={root}"
@@ -239,8 +258,14 @@ class ImageFolderDataModule(ImagesDataModule):
         classes = self._classes(root)
         found = self._find(root, classes)
         val = self.root() / "val"
+        _say_order(classes, root)
         if root == self.root() or not val.is_dir():
             return self._split(found, root)
+        if val.samefile(root):
+            raise ConfigError(
+                f"data.directory={self.directory}: train/ and val/ are the same folder, {val.resolve()}. Write "
+                f"data.directory={val.resolve()}, of which every {self.val_every}th image validates."
+            )
         if self._classes(val) != classes:
             differ = sorted(self._classes(val).keys() ^ classes.keys())
             raise ConfigError(
@@ -286,6 +311,25 @@ class ImageFolderDataModule(ImagesDataModule):
         return {name: label for label, name in enumerate(names)}
 
 
+def _say_order(classes: dict[str, int], root: Path) -> None:
+    """Say if folders are called by numbers that are not those of their classes: 10 comes before 2.
+
+    Args:
+        classes: Number of each class by its folder's name.
+        root: Where they are.
+    """
+    numbers = {name: int(name) for name in classes if name.isdecimal()}
+    if len(numbers) < len(classes) or max(numbers.values()) > len(classes):  # no labels, if numbers at all
+        return
+    other = next((name for name, number in numbers.items() if number != classes[name]), None)
+    if other is not None:
+        rank_zero_warn(
+            f"{root}: classes are numbered in the order of their folders' names, as texts, and folder {other!r} is "
+            f"class {classes[other]}, which is what recipes.sample is asked for. Where the names are meant to be "
+            f"labels, number them from 0, all with as many digits: {0:0{len(str(len(classes) - 1))}}."
+        )
+
+
 def _same_folders(parents: list[Path]) -> bool:
     """Whether all have two or more folders of the same names: classes, then. One, as in CLASS/images/, is none."""
     names = [{child.name for child in parent.iterdir() if child.is_dir()} for parent in parents]
@@ -294,7 +338,8 @@ def _same_folders(parents: list[Path]) -> bool:
 
 def _has_images(folder: Path) -> bool:
     """Directly in it."""
-    return any(_is_image(child.path) for child in os.scandir(folder))
+    with os.scandir(folder) as children:
+        return any(_is_image(child.path) for child in children)
 
 
 def _is_image(path: str) -> bool:

@@ -205,6 +205,7 @@ class LatentsDataModule(DataModule):
 
     train: Latents
     val: Latents
+    bounded = False
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ def _leave_signals(worker: int) -> None:
 
     The main process decides when to stop. Workers end when it tells them, or when it is gone.
     """
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
 
 
@@ -137,8 +137,14 @@ class ResumableLoader(Loader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """`epoch`: which permutation; `batches`: how many of its batches were handed out."""
-        return {"epoch": self.shard.epoch, "batches": self.handed_out}
+        """`epoch`: which permutation; `batches`: how many of its batches were handed out; what all ranks' held."""
+        ranks = self.shard.world_size
+        return {
+            "epoch": self.shard.epoch,
+            "batches": self.handed_out,
+            "images_per_batch": int(self.batch_size or 1) * ranks,
+            "images_per_step": self.shard.per_step * ranks,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the batches that the saved run had seen."""

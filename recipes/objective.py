@@ -113,7 +113,7 @@ class DDPM(Objective):
         P_mean: Mean of the logit-normal density.
         P_std: Standard deviation of the logit-normal density.
         clip: In sampling, estimates of the image are clipped to [-clip, clip], since noise predicted from noise says
-            little about the image. None does not.
+            little about the image. None does not; latents, which have no such bounds, are not unless it is given.
         **common: `weighting`, `gamma`, `stratified` and `label_dropout`; see `Objective`.
 
     Example:

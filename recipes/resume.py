@@ -87,8 +87,16 @@ def read(path: Path) -> dict[str, Any]:
     """A checkpoint on the CPU, without unpickling anything that could run code."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, pickle.UnpicklingError):  # torch would have it unpickled all the same
+            reason = "it is no file of torch.save, or holds more than tensors, numbers and texts"
+        elif isinstance(error, PermissionError):
+            reason = str(error.strerror)
+        else:
+            reason = "it is empty, cut off or damaged" + f" ({str(error).partition('. ')[0]})" * bool(str(error))
+        raise ConfigError(
+            f"ckpt_path={path} cannot be read as a checkpoint: {reason}. Give a .ckpt file that recipes.train wrote."
+        ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ConfigError(f"ckpt_path={path} is no checkpoint of a Trainer: it has no entry 'state_dict'.")
     return checkpoint
@@ -125,6 +133,20 @@ def _size(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(list(tensor.shape))
 
 
+def check_whole(checkpoint: dict[str, Any], path: Path) -> None:
+    """Refuse a checkpoint of weights alone, such as those of `save_weights_only=true`.
+
+    Raises:
+        ConfigError: With what it lacks.
+    """
+    needed = ("optimizer_states", "lr_schedulers", "loops", "pytorch-lightning_version")
+    if missing := [entry for entry in needed if entry not in checkpoint]:
+        raise ConfigError(
+            f"ckpt_path={path} holds weights without what a run needs to go on ({', '.join(missing)}). Give a "
+            "checkpoint that was not saved with save_weights_only=true, or leave ckpt_path out to start anew."
+        )
+
+
 def check_optimizer(checkpoint: dict[str, Any], config: dict[str, Any], path: Path) -> None:
     """Refuse another kind of optimizer, which could not go on with the state of the checkpoint's.
 
@@ -149,6 +171,11 @@ def check_last(config: dict[str, Any], callbacks: list[Any], output_dir: Path) -
     """
     folder = (output_dir / "checkpoints").resolve()
     writers = [c for c in callbacks if isinstance(c, ModelCheckpoint) and (c.filename == "last" or c.save_last)]
+    if config.get("resume") and any(c.save_weights_only for c in writers):
+        raise ConfigError(
+            "resume=auto goes on from last.ckpt, and with callbacks.last.save_weights_only=true that holds no state of "
+            "the optimizer to go on with. Leave it out."
+        )
     if config.get("resume") and not any(c.dirpath and Path(c.dirpath).resolve() == folder for c in writers):
         raise ConfigError(
             f"resume=auto goes on from {folder / 'last.ckpt'}, and no callback writes that. Leave callbacks.last as it "

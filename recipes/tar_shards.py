@@ -59,6 +59,9 @@ def find_shards(shards: str | list[str] | None, key: str = "shards") -> list[str
         if not paths or not Path(paths[0]).is_file():
             raise ConfigError(f"data.{key}={shards}: there is no file {path}. {remedy}")
         found += paths
+    real = [os.path.realpath(path) for path in found]
+    if twice := next((path for n, path in enumerate(found) if real[n] in real[:n]), None):
+        raise ConfigError(f"data.{key}={shards}: {twice} is there twice. Leave one out.")
     return found
 
 
@@ -213,6 +216,11 @@ class WebDatasetDataModule(DataModule):
         names, rows = self._index(find_shards(self.shards))
         if self.val_shards:
             val_names, val_rows = self._index(find_shards(self.val_shards, "val_shards"))
+            if both := {os.path.realpath(name) for name in names} & {os.path.realpath(name) for name in val_names}:
+                raise ConfigError(
+                    f"data.val_shards={self.val_shards}: {min(both)} would both train and validate"
+                    f"{f', and {len(both) - 1} more' if len(both) > 1 else ''}. Leave it out of one of them."
+                )
             return self._images(names, rows, self.flip), self._images(val_names, val_rows)
         if len(rows) < 2:
             raise ConfigError(f"data.shards={self.shards}: one image cannot both train and validate. Add shards.")

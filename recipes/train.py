@@ -28,15 +28,23 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from omegaconf import DictConfig
 
+from lightning_mixprec.fallback import FallbackLimitError
+from lightning_mixprec.steps import NonFiniteGradientsError
 from recipes import checks, command_line, cosine, dry_run, earlier_runs, first_step, resume, sweep
+from recipes.averages import check_average, check_snapshots
+from recipes.broken_epochs import BrokenEpochs
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
+from recipes.denoising import clip_bounded_images_alone
 from recipes.diffusion import DiffusionModule
-from recipes.ending import BrokenEpochs, SaveOnInterruption, TimeLimit
+from recipes.ending import SaveOnInterruption, TimeLimit
 from recipes.logged_steps import LoggedSteps
+from recipes.monitors import check_monitors
+from recipes.objective_checks import check_labels, check_numbers
 from recipes.own_settings import OwnSettings
-from recipes.run_length import run_length
+from recipes.run_length import limited, run_length
 from recipes.run_record import RunRecord
+from recipes.sample_checks import check_samples, check_sigma_data
 from recipes.sample_grid import SampleGrid
 from recipes.settings import check_settings, idle_problems
 
@@ -55,6 +63,12 @@ NOISE = (
 UNSAID = ("litlogger", "litmodels", "Ignoring `Trainer(max_time")
 """What Lightning says at every start: packages that it recommends, and that `TimeLimit` stands in for its Timer."""
 
+IN_A_RECIPE = (
+    "In a recipe these are optimizer.lr=NUMBER, scheduler=warmup, precision=bf16, 'precision.policy.fp32=[LAYER]' and "
+    "precision.scaler.max_consecutive_skips=NUMBER."
+)
+"""What the plugin advises, as overrides."""
+
 PARTS = ("data", "objective", "sampler", "precision", "strategy", "optimizer", "scheduler", "ema")
 """Built in this order, before the model, which takes longest, and the trainer."""
 
@@ -71,7 +85,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
 
     Raises:
         ConfigError: Before anything is trained.
-        SystemExit: After SIGINT, SIGTERM or SIGUSR1, when what is kept has been shown.
+        SystemExit: After SIGINT, SIGTERM, SIGHUP or SIGUSR1, when what is kept has been shown.
     """
     check_targets(config)
     check_settings(config)
@@ -95,9 +109,12 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     if problems:
         raise ConfigError(*problems)
     data = parts["data"]
+    clip_bounded_images_alone(parts["objective"], config["objective"], data)
     module = DiffusionModule(parts["model"], parts["objective"], parts["optimizer"], seed=seed)
     named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
-    callbacks = [callback for callback in build_all(named, named).values() if callback is not None]
+    built = {name: callback for name, callback in build_all(named, named).items() if callback is not None}
+    checks.check_states(built)
+    callbacks = list(built.values())
     if not config.get("logger"):  # Lightning refuses a LearningRateMonitor that has nowhere to write to
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     averaging = [parts["ema"]] if parts["ema"] else []
@@ -116,16 +133,20 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     )
     data.overfit(trainer)
     length = run_length(trainer, data.steps_per_epoch)
+    batches = limited(data.steps_per_epoch * trainer.accumulate_grad_batches, trainer.limit_train_batches)
     with collected(problems):
         module.make_scheduler = cosine.for_run(config, length)
     for check in (
         lambda: resume.check_fits(checkpoint, config, module, ckpt_path) if checkpoint and ckpt_path else None,
+        lambda: resume.check_whole(checkpoint, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: checks.check_places(config) if trainer.is_global_zero and not dry else None,
         lambda: resume.check_last(config, callbacks, output_dir),
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
-        lambda: checks.check_samples(config, data),
+        lambda: check_sigma_data(module.objective, check_samples(config, data)),
+        lambda: check_numbers(config, module.objective, parts["sampler"]),
+        lambda: check_labels(module.objective, int(getattr(module.net, "null_label", 0) or 0)),
         lambda: checks.check_sampler(config, parts["sampler"], module),
         lambda: checks.check_guidances(callbacks, module),
         lambda: first_step.check_optimizer(
@@ -139,6 +160,9 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         lambda: checks.check_masters(config, trainer.strategy),
         lambda: checks.check_processes(trainer, config),
         lambda: checks.check_batches(trainer, data, config["trainer"]),
+        lambda: check_monitors(trainer, built, batches),
+        lambda: check_average(parts["ema"], length.steps),
+        lambda: check_snapshots(config, parts["ema"], module, length.steps) if not dry else None,
         lambda: checks.check_float8(parts["precision"], trainer.strategy.root_device),
         lambda: checks.policy_plan(parts["precision"], module),
     ):
@@ -265,6 +289,8 @@ def main(cfg: DictConfig) -> float | None:
             trainer = train(plain(cfg), output_dir)
     except (ConfigError, MisconfigurationException) as error:
         fail(error)
+    except (NonFiniteGradientsError, FallbackLimitError) as error:
+        fail(ConfigError(f"{error} {IN_A_RECIPE}"), status=1)
     if trainer is None:
         return None
     if trainer.is_global_zero and not cfg.get("dry_run"):

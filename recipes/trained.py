@@ -17,7 +17,7 @@ from lightning_mixprec.posthoc import reconstruct
 from lightning_mixprec.profiles import gamma_of, in_words
 from lightning_mixprec.snapshots import Snapshot, read_snapshots
 from recipes.config import ConfigError, build, did_you_mean, refusals
-from recipes.denoising import Objective
+from recipes.denoising import Objective, clip_bounded_images_alone
 from recipes.places import device_of
 from recipes.resume import newest_of, read, refuse_folder
 from recipes.sampler import Sampler, check_guidance
@@ -59,6 +59,7 @@ class Trained:
     def build(self) -> tuple[Any, Objective, Any]:
         """Network (without its weights), objective and data module, as configured in the run."""
         net, objective, data = (build(self.recipe, part) for part in ("model", "objective", "data"))
+        clip_bounded_images_alone(objective, self.recipe["objective"], data)
         return net, objective, data
 
     def made_for(self, data: Any) -> tuple[tuple[int, ...], int]:

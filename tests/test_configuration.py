@@ -6,6 +6,7 @@ Also what stands in for a run: dry runs of every experiment, and the list of the
 from __future__ import annotations
 
 import re
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,19 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+from few_digits import FEW
 from test_recipes import ROOT, TINY, cli
 from torch import nn
 
-from lightning_mixprec import MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
+from lightning_mixprec import ConstantDecay, MasterWeightAveraging, MasterWeightPrecision, PrecisionPolicy
 from recipes import audit, benchmark, encode, experiments, memory, sample, train_autoencoder
-from recipes.checks import check_model, check_samples
+from recipes.averages import check_average
+from recipes.checks import check_model
 from recipes.config import ConfigError, build, build_all, check_targets
 from recipes.data import DataModule
 from recipes.diffusion import DiffusionModule
 from recipes.first_step import check_optimizer
 from recipes.hints import mismatch
-from recipes.objective import EDM
+from recipes.objective import EDM, FlowMatching
 from recipes.run_length import RunLength
+from recipes.sample_checks import check_samples, check_sigma_data
 from recipes.settings import monitor_problems
 from recipes.signatures import problems_in, signature_of
 
@@ -213,6 +217,24 @@ def test_values_of_a_sweep_are_checked_for_all_jobs(
 # Numbers that are none, ranges, and what fails at the first step
 
 IN_VAIN = {
+    "objective.label_dropout=1": ["label_dropout=1 leaves no sample its label"],
+    "objective.P_mean=100": ["objective.P_mean=100: at the time inf of training"],
+    "objective.P_std=1000": ["objective.P_std=1000: at the time 0 of training"],
+    "objective.sigma_max=1e30": ["objective.sigma_max=1e+30: at the time 1e+30 of sampling"],
+    "scheduler=cosine scheduler.eta_min=1": ["eta_min=1 is above the learning rate, 0.002, which would rise to it"],
+    "callbacks.best.monitor=train/loss trainer.val_check_interval=5 +callbacks.stop.monitor=train/loss_epoch "
+    "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": [
+        "callbacks.best.monitor=train/loss is known after 10 batches, and looked at after 5. Write "
+        "callbacks.best.monitor=val/loss, or callbacks.best.save_on_train_epoch_end=true",
+        "callbacks.stop.monitor=train/loss_epoch is known after the 11 batches of an epoch, and looked at after 5",
+    ],
+    "callbacks.best.monitor=null": ["callbacks.last and callbacks.best save at the same times by the same metric"],
+    "strategy=ddp strategy.process_group_backend=nccl": ["nccl: it connects GPUs, and this run computes on cpu. Write"],
+    "resume=auto callbacks.last.save_weights_only=true": ["no state of the optimizer to go on with. Leave it out"],
+    "data=synthetic data.image_size=8 data.channels=1 data.num_workers=50000": ["data.num_workers=50000: each is a"],
+    "ema=power ema.snapshot_every=1 trainer.max_steps=2000000000000": [
+        "2,000,000,000,000 snapshots of 0.00034 GB each are more than the",
+    ],
     "callbacks.last.dirpath=/proc/a callbacks.samples.directory=/proc/b logger.save_dir=/proc/c": [
         "callbacks.last.dirpath=/proc/a: /proc cannot be written to",
         "callbacks.samples.directory=/proc/b: /proc cannot",
@@ -389,23 +411,33 @@ class Sized(DataModule):
 
     def __init__(self, **changed: Any) -> None:
         super().__init__(batch_size=4)
-        sample: Any = {"image": torch.zeros(1, 8, 8), "label": 9, "index": 0} | changed
-        self.samples: Any = dict.fromkeys([(0, 0), 0], tuple(sample.values()) if changed.get("label") == () else sample)
+        self.changed = changed
 
     def load(self) -> Any:
-        return self.samples, self.samples
+        """Of 100 samples in each split, the last of those that validate is another."""
+        train, val = (
+            {row: {"image": torch.full((1, 8, 8), -row / 100), "label": 9, "index": row} for row in range(100)}
+            for _ in range(2)
+        )
+        changed = val[99] | self.changed
+        val[99] = tuple(changed.values()) if changed["label"] == () else changed  # type: ignore[assignment]
+        return {(0, row): sample for row, sample in train.items()}, val
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"image": torch.zeros(1, 8, 8, dtype=torch.uint8)}, r"train\[\(0, 0\)\] has an image that is torch.uint8"),
+        ({"image": torch.zeros(1, 8, 8, dtype=torch.uint8)}, r"val\[99\] has an image that is torch.uint8"),
         (
             {"image": torch.zeros(3, 8, 8)},
             r"of shape \[3, 8, 8\]; it must be .*, of shape \[1, 8, 8\]",
         ),
         ({"label": 10}, "has the label 10; labels are 0 to 9"),
         ({"label": ()}, "is a tuple; it must be a dict of image, label and index"),
+        ({"label": torch.tensor(3.0)}, r"has the label 3.0; it must be one whole number"),
+        ({"index": 0}, r"val\[99\] has the index 0, as val\[0\] has; it must be the row"),
+        ({"image": torch.full((1, 8, 8), 255.0)}, r"values up to 255; they must be in \[-1, 1\] \(recipes.data.from"),
+        ({"image": torch.full((1, 8, 8), torch.nan)}, "values that are not finite"),
         ({}, ""),
     ],
 )
@@ -414,6 +446,64 @@ def test_samples_of_ones_own_data_are_looked_at_before_training(changed: dict[st
     data.setup()
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_samples({"data": {"_target_": "mine.Sized"}}, data)
+
+
+def test_images_from_0_to_1_and_another_spread_than_edms_are_said() -> None:
+    """Of pixels between 0 and 1, half the range is never met; sigma_data is EDM's one number about the data."""
+    data = Sized()
+    data.setup()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        images = check_samples({"data": {"_target_": "mine.Sized"}}, data)
+        check_sigma_data(EDM(sigma_data=float(images.std())), images)
+        check_sigma_data(FlowMatching(), images)
+    assert len(images) == 32
+    for each in data.train.values():  # type: ignore[attr-defined]
+        each["image"] = -each["image"]
+    with pytest.warns(UserWarning, match=r"values from -?0 to 0.99, none below 0. Images are taken to be in"):
+        images = check_samples({"data": {"_target_": "mine.Sized"}}, data)
+    with pytest.warns(UserWarning, match=r"sigma_data=1.0: the standard deviation of 32 training images is 0.3"):
+        check_sigma_data(EDM(sigma_data=1.0), images)
+
+
+def test_training_that_diverges_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = [
+        "model=unet_tiny",
+        *FEW,
+        "precision=fp32",
+        "trainer.accelerator=cpu",
+        "~callbacks.samples",
+        "logger=none",
+    ]
+    patience = "{_target_:lightning_mixprec.DynamicLossScaler,init_scale:1,max_consecutive_skips:3}"
+    options += ["optimizer.lr=1e10", f"+precision.scaler={patience}", f"hydra.run.dir={tmp_path}/run"]
+    assert cli(monkeypatch, *options) == 1
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.out + shown.err
+    (line,) = (line for line in shown.err.splitlines() if line.startswith("error: "))
+    assert "3 training batches in a row had non-finite gradients" in line
+    assert "In a recipe these are optimizer.lr=NUMBER" in line
+
+
+@pytest.mark.parametrize(("decay", "steps", "said"), [(0.9999, 400, "0.98"), (0.999, 1000, "0.992"), (0.98, 400, "")])
+def test_an_average_that_is_longer_than_the_run_is_said_to_be(decay: float, steps: int, said: str) -> None:
+    """openai/improved-diffusion#59: its samples are noise, whatever the network has learned."""
+    weight, average = torch.ones(1), torch.zeros(1)  # trained, and not
+    for _ in range(steps):
+        average += (1 - decay) * (weight - average)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        check_average(MasterWeightAveraging(decay), steps)
+        check_average(MasterWeightAveraging(profiles={"long": ConstantDecay(decay, warmup=True)}), steps)
+        check_average(MasterWeightAveraging(decay), steps=12)
+        check_average(None, steps)
+    assert len(found) == bool(said)
+    if said:
+        message = str(found[0].message)
+        assert f"ema.decay={decay}: after the {steps} steps of the run, {1 - float(average):.0%} of" in message
+        assert f"a decay of at most {said}." in message
 
 
 class Lonely(nn.Module):
@@ -442,6 +532,11 @@ def test_limits_that_are_never_reached_and_metrics_of_other_callbacks_are_taken(
     raw = {"best": best | {"monitor": "val/loss_raw"}}
     assert len(monitor_problems({"callbacks": raw})) == 1
     assert monitor_problems({"callbacks": raw, "ema": {"decay": 0.9}}) == []
+
+
+def test_a_learning_rate_of_0_is_said_to_train_nothing() -> None:
+    with pytest.warns(UserWarning, match="optimizer.lr=0 leaves all weights as they are"):
+        check_optimizer({"optimizer": {"_target_": "torch.optim.SGD"}}, nn.Linear(1, 1), partial(torch.optim.SGD, lr=0))
 
 
 def test_optimizers_that_must_be_told_to_train_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,6 +777,16 @@ def test_a_dry_run_counts_every_average_and_saves_none(
         found[ema] = float(line.split()[1])
     assert found["power"] == pytest.approx(2 * found["default"], abs=0.2)
     assert not [*tmp_path.rglob("average_*")]
+
+
+@pytest.mark.parametrize("slow", ["", "This CPU has no bf16 instructions"])
+def test_a_dry_run_that_would_take_long_names_the_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, slow: str
+) -> None:
+    monkeypatch.setattr("recipes.dry_run.slowness", lambda dtype, device: slow)
+    options = [*TINY, *FEW, "data.batch_size=4", "precision=fp32", "dry_run=true", f"hydra.run.dir={tmp_path}/run"]
+    assert cli(monkeypatch, *options) == 0
+    assert ("here without instructions for its dtype: dry_run=meta" in capfd.readouterr().out) == bool(slow)
 
 
 def test_a_directory_that_cannot_be_written_to_is_named(

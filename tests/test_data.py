@@ -7,12 +7,14 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
 import struct
 import sys
 import tarfile
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -237,6 +239,57 @@ def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
     (root / "val" / "c").mkdir()
     with pytest.raises(ConfigError, match=r"same classes. In one alone: c\."):
         ImageFolderDataModule(str(root), image_size=8).setup()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([str(n) for n in range(12)], "folder '10' is class 2, .* number them from 0, all with as many digits: 00"),
+        (["1", "2", "3"], "folder '1' is class 0"),
+        ([f"{n:02d}" for n in range(12)], ""),
+        (["2019", "2020"], ""),
+        (["0", "1", "cat"], ""),
+    ],
+)
+def test_folders_that_are_called_by_other_numbers_than_their_classes_are_said(
+    tmp_path: Path, names: list[str], said: str
+) -> None:
+    """pytorch/vision#714: who asks for class 2 gets what is in folder 10."""
+    data = ImageFolderDataModule(str(folder(tmp_path, dict.fromkeys(names, 2))), image_size=8, val_every=4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        data.setup()
+    assert len(found) == bool(said)
+    assert not said or re.search(said, str(found[0].message))
+    labels = {Path(data.train.name(row)).parent.name: int(data.train[row]["label"]) for row in range(len(data.train))}
+    assert labels == {name: sorted(names).index(name) for name in names}  # as torchvision has it
+
+
+def test_pictures_of_other_kinds_are_said_to_be_left_out(tmp_path: Path) -> None:
+    root = folder(tmp_path, {"some": 5})
+    for name in ("a.heic", "b.HEIC", "c.gif", "d.txt", ".e.gif"):
+        (root / "some" / name).touch()
+    data = ImagesDataModule(str(root), image_size=8, val_every=5)
+    with pytest.warns(UserWarning, match=rf"{root}: 1 .gif and 2 .heic files are left out, 5 images are there"):
+        data.setup()
+    assert (len(data.train), len(data.val)) == (4, 1)
+
+
+def test_images_that_train_and_validate_are_refused(tmp_path: Path) -> None:
+    root = folder(tmp_path, {"train/a": 3, "train/b": 4})
+    (root / "val").symlink_to(root / "train")
+    with pytest.raises(ConfigError, match=rf"same folder, {root}/train. Write data.directory={root}/train, of which"):
+        ImageFolderDataModule(str(root), image_size=8).setup()
+    write_shards(tmp_path, [2, 2, 2])
+    (tmp_path / "link.tar").symlink_to(tmp_path / "s-01.tar")
+    first, second, link = (str(tmp_path / name) for name in ("s-00.tar", "s-01.tar", "link.tar"))
+    with pytest.raises(ConfigError, match=r"s-01.tar would both train and validate. Leave it out of one of them"):
+        WebDatasetDataModule([first, second], image_size=8, val_shards=link).setup()
+    with pytest.raises(ConfigError, match=r"link.tar is there twice. Leave one out"):
+        WebDatasetDataModule([first, second, link], image_size=8).setup()
+    data = WebDatasetDataModule([first, second], image_size=8, val_shards=str(tmp_path / "s-02.tar"))
+    data.setup()
+    assert (len(data.train), len(data.val)) == (4, 2)
 
 
 UNLIKE_A_SPLIT = {
@@ -618,7 +671,7 @@ RELATIVE = {
     "images": ["data=images", "data.directory=here/photos", *PHOTOS[1:]],
     "image_folder": ["data=image_folder", "data.directory=here/photos", *PHOTOS[1:3], "model.num_classes=1"],
     "mnist": ["experiment=mnist_unet", "data.directory=here/mnist"],
-    "webdataset": ["data=webdataset", "data.shards='here/s-{00..01}.tar'", "data.val_shards='here/s-0*.tar'"],
+    "webdataset": ["data=webdataset", "data.shards='here/s-{00..01}.tar'", "data.val_shards='here/s-*2.tar'"],
     "latents": ["experiment=digits_latent", "data.directory=here/latents", "data.autoencoder=here/autoencoder"],
 }
 
@@ -631,7 +684,7 @@ def test_relative_paths_begin_where_the_command_was_typed(
     here = tmp_path / "here"
     folder(here, {"photos/some": 40})
     fake_mnist(here / "mnist")
-    write_shards(here, [20, 20])
+    write_shards(here, [20, 20, 20])
     Autoencoder(in_channels=1, latent_channels=2).save(here / "autoencoder")
     monkeypatch.chdir(tmp_path)
     if kind == "latents":

@@ -180,6 +180,7 @@ def test_weights_are_the_ones_that_were_asked_for(
         (sample, ["ckpt_path=NONE", "weights=posthoc", "sigma_rel=0.1"], "Write weights=raw"),
         (evaluate, ["samples=1"], "samples=1 must be a whole number of at least 2"),
         (evaluate, ["samples=many"], "samples=many"),
+        (evaluate, ["samples=9"], "samples=9: the data have 10 classes, and images of some of them alone"),
         (evaluate, ["ckpt_path=nowhere.ckpt"], "there is no file"),
         (evaluate, ["weights=ema"], "Choices: averaged, raw, long, short, posthoc"),
         (evaluate, ["inception_weights=nowhere.pth"], "there is no such file"),
@@ -213,7 +214,7 @@ def test_a_run_without_averages_shows_its_raw_weights(
         assert (said in capfd.readouterr().out) == (options == [])
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
     monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=5))
-    assert cli(monkeypatch, evaluate, path, "samples=2", f"output={tmp_path}/0.json") == 0
+    assert cli(monkeypatch, evaluate, path, "samples=10", f"output={tmp_path}/0.json") == 0
     assert json.loads((tmp_path / "0.json").read_text())["weights"] == "raw"
 
 

@@ -410,6 +410,35 @@ def test_the_autoencoder_is_no_part_of_what_is_trained_and_draws_the_grid_in_its
     assert abs(drawn - np.asarray(Image.open(path))).max() <= 3
 
 
+def test_latents_are_not_clipped_in_sampling_unless_it_is_asked_for(cache: Path, tmp_path: Path) -> None:
+    """CompVis/latent-diffusion#239: clipped to [-1, 1] like pixels, latents decode to something else.
+
+    In the grid of the run and in `recipes.sample`.
+    """
+    from recipes.dit import DiT
+    from recipes.objective import DDPM
+    from recipes.sampler import DDIMSampler
+
+    common = [*LATENT[1:], f"data.directory={cache}", "data.num_workers=0", "precision=fp32", "ema=none"]
+    common += ["objective=ddpm", "sampler=ddim", "trainer.max_steps=7"]
+    for clip, given in ((None, []), (1.0, ["+objective.clip=1"])):
+        run, out = tmp_path / f"run{clip}", tmp_path / f"{clip}.png"
+        with pytest.MonkeyPatch.context() as patch:
+            assert cli(patch, *common, *given, f"hydra.run.dir={run}") == 0
+            arguments = [f"ckpt_path={run}/checkpoints/last.ckpt", "per_class=1", f"output={out}", "device=cpu"]
+            assert cli(patch, *arguments, program=sample) == 0
+        saved = checkpoint(run)
+        net = DiT(**{key: value for key, value in saved["recipe"]["model"].items() if key != "_target_"})
+        net.load_state_dict({k.removeprefix("net."): v for k, v in saved["state_dict"].items()})
+        latents = draw_samples(net, DDPM(clip=clip), DDIMSampler(steps=2), (2, 4, 4), per_class=1)
+        assert (latents.abs().max() > 1) == (clip is None)
+        model: Any = FrozenAutoencoder(str(cache.parent / "autoencoder")).model
+        with torch.no_grad():
+            expected = image_grid(model.decode(latents / 0.7), columns=10).permute(1, 2, 0).numpy()
+        for path in (out, run / "samples" / "step000007.png"):
+            assert abs(np.asarray(Image.open(path)).astype(int) - expected).max() <= 1
+
+
 def test_a_run_on_latents_resumes_exactly(cache: Path, latent_run: Path, tmp_path: Path) -> None:
     common = [*LATENT[1:], f"data.directory={cache}", "data.num_workers=0", "precision=bf16"]
     with pytest.MonkeyPatch.context() as patch:

@@ -268,7 +268,7 @@ def test_loader_resumes_in_the_middle_of_an_epoch() -> None:
     batches = iter(first)
     head = [next(batches)["index"].tolist() for _ in range(5)]
     second.load_state_dict(first.state_dict())
-    assert second.state_dict() == {"epoch": 1, "batches": 5}
+    assert second.state_dict() == {"epoch": 1, "batches": 5, "images_per_batch": 4, "images_per_step": 1}
     assert head + [batch["index"].tolist() for batch in second] == order[1]
     second.shard.set_epoch(2)
     assert [batch["index"].tolist() for batch in second] == order[2]
@@ -734,7 +734,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, batch: int, number: int, *argumen
     [
         (7, signal.SIGINT, 11),
         (15, signal.SIGTERM, 11),
-        (20, signal.SIGINT, 10),
+        (20, signal.SIGHUP, 10),
         (22, signal.SIGINT, 11),
         (22, signal.SIGINT, 30),
     ],
@@ -785,6 +785,17 @@ def test_interrupted_run_saves_its_step_and_resumes_bit_for_bit(
     assert cli(monkeypatch, *again) == 0
     assert f"the run in {first} is complete" in capfd.readouterr().out
     assert_same(checkpoint(first), resumed)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        options = ["precision=fp32", "~callbacks.samples", "trainer.max_steps=3", f"hydra.run.dir={tmp_path}/a"]
+        assert signalled(monkeypatch, 2, signal.SIGHUP, *options) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    assert checkpoint(tmp_path / "a")["global_step"] == 3
 
 
 def test_interruption_waits_for_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

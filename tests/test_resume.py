@@ -25,8 +25,10 @@ from test_recipes import ROOT, assert_same, checkpoint, cli, scalars, signalled
 from recipes import audit, processes, resume, train, trained
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError
+from recipes.diffusion import DiffusionModule
 from recipes.earlier_runs import complete_run, held, interrupted_run
 from recipes.ending import TimeLimit
+from recipes.randomness import SHUFFLE, keyed_generator
 
 TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "~callbacks.samples", "trainer.log_every_n_steps=1"]
 THIRTY = [*FEW, "trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
@@ -291,6 +293,82 @@ def test_a_run_without_validation_goes_on_in_the_middle_of_an_epoch(
     assert cli(monkeypatch, *options, last, "trainer.max_steps=10", f"hydra.run.dir={tmp_path}/b") == 0
     for entry in ("state_dict", "optimizer_states"):
         assert_same(checkpoint(tmp_path / "whole")[entry], checkpoint(tmp_path / "b")[entry], entry)
+
+
+def test_what_is_no_whole_checkpoint_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, whole: Path
+) -> None:
+    last = whole / "checkpoints" / "last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    torch.save({"state_dict": saved["state_dict"]}, tmp_path / "weights.ckpt")
+    alone = {key: value for key, value in saved.items() if key not in ("optimizer_states", "lr_schedulers")}
+    torch.save(alone, tmp_path / "alone.ckpt")
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "cut.ckpt").write_bytes(last.read_bytes()[:5000])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    for name, expected in {
+        "weights": "without what a run needs to go on (optimizer_states, lr_schedulers, loops, pytorch-lightning_",
+        "alone": "without what a run needs to go on (optimizer_states, lr_schedulers). Give a checkpoint that was not",
+        "empty": "cannot be read as a checkpoint: it is empty, cut off or damaged. Give a .ckpt file",
+        "cut": "cannot be read as a checkpoint: it is empty, cut off or damaged (",
+        "text": "cannot be read as a checkpoint: it is no file of torch.save, or holds more than tensors",
+    }.items():
+        options = [f"ckpt_path={tmp_path}/{name}.ckpt", f"hydra.run.dir={tmp_path}/run", "trainer.max_steps=31"]
+        assert cli(monkeypatch, *TINY, *FEW, *options) == 2
+        shown = capfd.readouterr()
+        (line,) = (line for line in shown.err.splitlines() if line.startswith("error: "))
+        assert f"ckpt_path={tmp_path}/{name}.ckpt " in line
+        assert expected in line
+        assert "Traceback" not in shown.out + shown.err
+        assert "weights_only` set to" not in shown.err  # torch's advice
+
+
+# Batches of 32 images, 11 in an epoch: where the first run is, and what the second sees of its steps in this epoch.
+@pytest.mark.parametrize(
+    ("first", "second", "begins", "size"),
+    [
+        ("trainer.max_steps=5", "trainer.accumulate_grad_batches=2", 160, 32),
+        ("trainer.max_steps=5", "data.batch_size=64", 128, 64),  # two steps of these are seen, and a half of the third
+        ("trainer.max_steps=5", "data.batch_size=16", 160, 16),
+        ("trainer.max_steps=11", "data.batch_size=45", 360, 45),  # the end of the epoch, where 45 images are left over
+        ("trainer.max_steps=3 trainer.accumulate_grad_batches=4", "trainer.accumulate_grad_batches=1", 64, 32),
+    ],
+)
+def test_with_other_batches_a_run_goes_on_with_the_images_that_it_has_not_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str, second: str, begins: int, size: int
+) -> None:
+    options = [*TINY, *FEW, "precision=fp32", "logger=none", "ema=none", "trainer.val_check_interval=10"]
+    options += ["callbacks.best.save_top_k=-1"]
+    assert cli(monkeypatch, *options, *first.split(), f"hydra.run.dir={tmp_path}/a") == 0
+    # The last one is in the middle of a window of four batches: it was validated after ten.
+    saved = tmp_path / "a" / "checkpoints" / f"step{2 if '=4' in first else int(first.split('=')[1]):06d}.ckpt"
+    found = torch.load(saved, weights_only=True)
+    assert ("partial_gradients" in found["MasterWeightPrecision"]) == ("=4" in first)
+    steps: dict[int, list[int]] = {}
+    epochs = set()
+    draw = DiffusionModule.draw
+
+    def seen(self: DiffusionModule, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 0:
+            steps.setdefault(self.trainer.global_step, []).extend(batch["index"].tolist())
+        epochs.add(self.trainer.current_epoch)
+        return draw(self, batch, batch_idx)
+
+    monkeypatch.setattr(DiffusionModule, "draw", seen)
+    more = [*second.split(), f"ckpt_path={saved}", f"trainer.max_steps={found['global_step'] + 25}"]
+    assert cli(monkeypatch, *options, *more, f"hydra.run.dir={tmp_path}/b") == 0
+    (order,) = torch.randperm(360, generator=keyed_generator(SHUFFLE, 0, 0)).split(360)
+    rest = order[begins : 360 // size * size].split(size)
+    assert [sorted(step) for step in steps.values()] == [sorted(step.tolist()) for step in rest if len(step)]
+    assert max(epochs) >= 1
+    assert checkpoint(tmp_path / "b")["global_step"] == found["global_step"] + 25
+    if "=4" in first:  # the gradients of images that come again are left out
+        for name in ("partial_gradients", "partial_gradients_hold_next_batch"):
+            found["MasterWeightPrecision"].pop(name, None)
+        torch.save(found, tmp_path / "without.ckpt")
+        again = [*second.split(), f"ckpt_path={tmp_path}/without.ckpt", more[-1]]
+        assert cli(monkeypatch, *options, *again, f"hydra.run.dir={tmp_path}/c") == 0
+        assert_same(checkpoint(tmp_path / "b")["state_dict"], checkpoint(tmp_path / "c")["state_dict"], "state_dict")
 
 
 def test_the_last_step_is_validated_and_saved_in_an_epoch_without_validation_too(
