@@ -1,6 +1,7 @@
-"""Two workers share the suite (`pytest -n 0` is one process); files stay whole, and one has all that start processes.
+"""Three workers share the suite (`pytest -n 0` is one process); files stay whole, and one has all that start processes.
 
 Processes of a test wait for each other, so two such tests at a time would compete for the cores of a small machine.
+While they wait, a core of two would be idle without a third worker.
 """
 
 import os
