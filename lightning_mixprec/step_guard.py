@@ -16,7 +16,36 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-class StepGuard:
+class _Guard:
+    """A step hook that rests inside :meth:`lifted`.
+
+    Args:
+        register: Registers it, and returns the handle that removes it.
+    """
+
+    def __init__(self, register: Callable[[Any], Any]) -> None:
+        self._lifted = False
+        self._handle = register(self.hook)
+
+    def hook(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called before a step."""
+        raise NotImplementedError
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Around a step that is taken rightly, which may be one of an optimizer that steps others."""
+        self._lifted = True
+        try:
+            yield
+        finally:
+            self._lifted = False
+
+    def remove(self) -> None:
+        """Leave torch as found."""
+        self._handle.remove()
+
+
+class StepGuard(_Guard):
     """Lets an optimizer step inside :meth:`lifted` alone.
 
     Args:
@@ -44,10 +73,9 @@ class StepGuard:
     def __init__(self, optimizer: Optimizer, fault: str, watches: Callable[[], bool] | None = None) -> None:
         self._fault, self._watches = fault, watches
         self._name = type(optimizer).__name__
-        self._lifted = False
-        self._handle = optimizer.register_step_pre_hook(self.hook)
+        super().__init__(optimizer.register_step_pre_hook)
 
-    def hook(self, *_: Any) -> None:
+    def hook(self, optimizer: Optimizer, *_: Any) -> None:
         """The optimizer's step hook."""
         if not self._lifted and (self._watches is None or self._watches()):
             raise RuntimeError(
@@ -55,21 +83,8 @@ class StepGuard:
                 "not what `use_pl_optimizer=False` or `trainer.optimizers` gives."
             )
 
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Around a step that is taken rightly."""
-        self._lifted = True
-        try:
-            yield
-        finally:
-            self._lifted = False
 
-    def remove(self) -> None:
-        """Leave the optimizer as found."""
-        self._handle.remove()
-
-
-class StrangerGuard:
+class StrangerGuard(_Guard):
     """Has somebody look at every optimizer that is stepped anywhere, but inside :meth:`lifted`.
 
     Args:
@@ -86,23 +101,9 @@ class StrangerGuard:
 
     def __init__(self, look: Callable[[Optimizer], None]) -> None:
         self._look = look
-        self._lifted = False
-        self._handle = register_optimizer_step_pre_hook(self.hook)
+        super().__init__(register_optimizer_step_pre_hook)
 
     def hook(self, optimizer: Optimizer, *_: Any) -> None:
         """The step hook of all optimizers."""
         if not self._lifted:
             self._look(optimizer)
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Around a step that is taken rightly, which may be one of an optimizer that steps others."""
-        self._lifted = True
-        try:
-            yield
-        finally:
-            self._lifted = False
-
-    def remove(self) -> None:
-        """Leave torch as found."""
-        self._handle.remove()

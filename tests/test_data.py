@@ -800,7 +800,8 @@ def test_recipes_train_on_every_kind(arguments: list[str], tmp_path: Path, monke
     shards = "'" + write_shards(tmp_path / "shards", [1, 2, 60]) + "'"
     places = {"mnist": tmp_path / "mnist", "folders": tmp_path / "folders", "shards": shards}
     given = [argument.format(**places) for argument in arguments]
-    short = ["model=unet_tiny", "trainer.accelerator=cpu", "sampler.steps=2", "callbacks.samples.per_class=1"]
+    short = ["model=unet_tiny", "precision=fp32", "trainer.accelerator=cpu", "sampler.steps=2"]
+    short += ["callbacks.samples.per_class=1"]
     sizes = ["data.batch_size=16", "trainer.max_steps=5", "trainer.val_check_interval=3"]
     if "trainer=cpu_ranks" in given:  # the second process repeats this one's command
         command = ["recipes.train", *short, *given, *sizes, f"hydra.run.dir={tmp_path}/run"]

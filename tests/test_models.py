@@ -286,7 +286,7 @@ SHORT = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_steps=2", 
 def test_models_train_by_name(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:
-    options = [*FEW, f"model={model}", "callbacks.samples.per_class=1", f"hydra.run.dir={tmp_path}"]
+    options = [*FEW, f"model={model}", "precision=fp32", "callbacks.samples.per_class=1", f"hydra.run.dir={tmp_path}"]
     assert cli(monkeypatch, *SHORT, *options) == 0
     shown = capfd.readouterr().out
     assert "validation loss  " in shown

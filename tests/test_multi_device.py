@@ -235,7 +235,7 @@ def test_two_nodes_under_torchrun_share_one_directory(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = ["torch.distributed.run", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    train = ["-m", "recipes.train", "trainer=cpu_cluster", "trainer.max_steps=2", *TINY, *FEW]
+    train = ["-m", "recipes.train", "trainer=cpu_cluster", "trainer.max_steps=2", "precision=fp32", *TINY, *FEW]
     nodes = [
         start([*torchrun, f"--node-rank={node}", *train], tmp_path, TZ=zone)
         for node, zone in enumerate(["UTC", "JST-9"])

@@ -31,7 +31,7 @@ from recipes.ending import TimeLimit
 from recipes.randomness import SHUFFLE, keyed_generator
 
 TINY = ["model=unet_tiny", "trainer.accelerator=cpu", "~callbacks.samples", "trainer.log_every_n_steps=1"]
-THIRTY = [*FEW, "trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
+THIRTY = [*FEW, "precision=fp32", "trainer.max_steps=30", "trainer.val_check_interval=5"]  # epochs have 11 steps
 STATE = ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision")
 
 
