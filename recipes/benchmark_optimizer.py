@@ -145,12 +145,12 @@ def main() -> None:
     console.print(table)
 
     table = Table(
-        title=f"Time of a step, as a ratio to the bare optimizer ({device}, {torch.get_num_threads()} threads)"
+        title=f"Time of a step by masters=, ratio to the bare optimizer ({device}, {torch.get_num_threads()} threads)"
     )
     for heading in ("tensors", "optimizer", "bare, ms"):
         table.add_column(heading, justify="right" if heading.endswith("ms") else "left", no_wrap=True)
     for rung in RUNGS:
-        table.add_column(f'"{rung}"', justify="right")
+        table.add_column(rung, justify="right", no_wrap=True)
     for size, shapes in SIZES.items():
         for name, make in OPTIMIZERS.items():
             results = [step_ratio(shapes, rung, make, device, arguments.rounds) for rung in RUNGS]
