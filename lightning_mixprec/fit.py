@@ -213,7 +213,9 @@ class Fit:
 
     def after_batch(self) -> None:
         """All of a batch is over; if it was the last of an epoch, it has to be the last of all ranks."""
-        if self._roll_call is not None:
+        limit = self._trainer.max_steps
+        stops = self._trainer.should_stop or 0 <= limit <= self._trainer.global_step  # all ranks do, wherever they are
+        if self._roll_call is not None and not stops:
             last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             leave = self._roll_call.end_epoch if last else self._roll_call.go_on
             leave(self._ledger.batches, self._trainer.current_epoch)
