@@ -21,15 +21,12 @@ class _Guard:
 
     Args:
         register: Registers it, and returns the handle that removes it.
+        hook: Called before a step.
     """
 
-    def __init__(self, register: Callable[[Any], Any]) -> None:
+    def __init__(self, register: Callable[[Any], Any], hook: Callable[..., None]) -> None:
         self._lifted = False
-        self._handle = register(self.hook)
-
-    def hook(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called before a step."""
-        raise NotImplementedError
+        self._handle = register(hook)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -73,9 +70,9 @@ class StepGuard(_Guard):
     def __init__(self, optimizer: Optimizer, fault: str, watches: Callable[[], bool] | None = None) -> None:
         self._fault, self._watches = fault, watches
         self._name = type(optimizer).__name__
-        super().__init__(optimizer.register_step_pre_hook)
+        super().__init__(optimizer.register_step_pre_hook, self.hook)
 
-    def hook(self, optimizer: Optimizer, *_: Any) -> None:
+    def hook(self, *_: Any) -> None:
         """The optimizer's step hook."""
         if not self._lifted and (self._watches is None or self._watches()):
             raise RuntimeError(
@@ -101,7 +98,7 @@ class StrangerGuard(_Guard):
 
     def __init__(self, look: Callable[[Optimizer], None]) -> None:
         self._look = look
-        super().__init__(register_optimizer_step_pre_hook)
+        super().__init__(register_optimizer_step_pre_hook, self.hook)
 
     def hook(self, optimizer: Optimizer, *_: Any) -> None:
         """The step hook of all optimizers."""
