@@ -29,6 +29,7 @@ from lightning_mixprec import MasterWeightPrecision, PrecisionPlan
 from lightning_mixprec.float8_advice import refuse_device
 from recipes.config import ConfigError, collected, refusals
 from recipes.diffusion import DiffusionModule
+from recipes.loading import available_cpus
 from recipes.places import check_writable
 from recipes.run_length import RunLength, limited, run_length
 from recipes.sample_grid import SampleGrid
@@ -93,7 +94,7 @@ def check_batches(trainer: L.Trainer, data: Any, settings: dict[str, Any]) -> No
     ):
         if any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigError(f"{kind.__name__}: {remedy}, and leave the callback out.")
-    cpus = len(os.sched_getaffinity(0))
+    cpus = available_cpus()
     if data.num_workers > WORKERS * cpus:
         raise ConfigError(
             f"data.num_workers={data.num_workers}: each is a process with its own memory, and there are {cpus} CPUs. "

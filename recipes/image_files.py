@@ -22,6 +22,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from recipes.config import ConfigError
 from recipes.data import DataModule, Images, held_out
+from recipes.loading import available_cpus
 
 UNREAD = (".avif", ".exr", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".svg", ".tga")
 """How the names of pictures end that are none to torchvision."""
@@ -111,7 +112,7 @@ class ImageFiles(Images):
 
 def workers(num_workers: int | None) -> int:
     """As many as were asked for; by default up to 4, but no more than there are CPUs for this process."""
-    return min(4, len(os.sched_getaffinity(0))) if num_workers is None else num_workers
+    return min(4, available_cpus()) if num_workers is None else num_workers
 
 
 def check_pixels(image_size: int, channels: int) -> None:

@@ -7,6 +7,7 @@ saved, and a resumed run sees what the uninterrupted one would have seen. It kno
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -176,3 +177,13 @@ def even_batches(length: int, rank: int, ranks: int, size: int) -> list[list[int
     batches = min(-(-largest // size), length // ranks)
     mine = range(rank, length, ranks)
     return [list(mine[start::batches]) for start in range(batches)]
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use.
+
+    Example:
+        >>> available_cpus() >= 1
+        True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
