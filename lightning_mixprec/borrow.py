@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_mixprec.bucket_state import BucketState, widen
-from lightning_mixprec.exchange import Exchange, holding, take_replaced
+from lightning_mixprec.exchange import Exchange, holding, take_replaced, without_work
 from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.layout import Homes, Layout, Layouts, shares
 from lightning_mixprec.probe import classify, refuse_wrapper, without_step_hooks
@@ -232,9 +232,7 @@ class Borrower:
         self._halfway = True
         try:
             self._fused.step(groups, layouts, self._state_of, inverse_scale)
-            with ExitStack() as nothing:  # left to do: but schedulers watch for the call
-                for group in groups:
-                    nothing.enter_context(holding(group, []))
+            with without_work(self.optimizer):  # schedulers watch for the call
                 return call()
         finally:
             self._halfway = False

@@ -9,13 +9,15 @@ What it leaves out: what the stand-ins hold, and when (:mod:`lightning_mixprec.b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mixprec.bucket_state import narrow_keys, widen
+
+_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # torch 2.14, 2.11
 
 
 class Exchange:
@@ -124,6 +126,35 @@ def holding(group: dict[str, Any], params: list[nn.Parameter]) -> Iterator[None]
         yield
     finally:
         group["params"][:] = kept
+
+
+@contextmanager
+def without_work(optimizer: Optimizer) -> Iterator[None]:
+    """Let ``optimizer.step`` be called, for those who watch for the call, with nothing to do.
+
+    Example:
+        >>> import torch
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.AdamW([weight], fused=True)
+        >>> weight.sum().backward()
+        >>> with without_work(optimizer):
+        ...     optimizer.step()
+        >>> weight.item()
+        1.0
+    """
+    with ExitStack() as stack:
+        for group in optimizer.param_groups:
+            stack.enter_context(holding(group, []))
+        # Torch asks in every step whether a GPU's graph is being captured. Without a GPU that takes a quarter of a
+        # millisecond under Lightning, which has CUDA look for its driver by loading NVML's library anew each time.
+        vars(optimizer).update(dict.fromkeys(_CHECKS, _nothing))
+        for check in _CHECKS:
+            stack.callback(vars(optimizer).pop, check, None)
+        yield
+
+
+def _nothing() -> None:
+    pass
 
 
 def take_replaced(stand_in: nn.Parameter, view: Tensor) -> None:

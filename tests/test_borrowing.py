@@ -226,6 +226,26 @@ def test_an_optimizer_that_is_no_longer_fused_steps_as_it_does_then(edit, master
     assert_as_plain(lambda params: AdamW(params[:2] if edit is add_group else params, 0.01, fused=True), edit, masters)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adam, AdamW])
+def test_a_fused_step_does_not_look_for_a_gpu(cls, monkeypatch):
+    """Torch's own does, in every step; with Lightning's PYTORCH_NVML_BASED_CUDA_CHECK=1 it loads a library then."""
+    looked = []
+    for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        monkeypatch.setattr(torch.optim.Optimizer, check, lambda optimizer: looked.append(optimizer), raising=False)
+    net = nn.Linear(2, 1)
+    half = MasterWeights(net, dict.fromkeys(("weight", "bias"), torch.bfloat16))
+    optimizer = cls(net.parameters(), lr=0.01, fused=True)
+    half.allocate([optimizer])
+    before = half.peek(net.weight).clone()
+    net(torch.ones(1, 2).bfloat16()).sum().backward()
+    half.step(optimizer, optimizer.step)
+    assert torch.allclose(half.peek(net.weight), before - 0.01 - (before * 1e-4 if cls is AdamW else 0), atol=1e-7)
+    assert not looked
+    half.restore_()
+    optimizer.step()
+    assert looked == [optimizer]  # or this test shows nothing
+
+
 @pytest.mark.parametrize("shape", [(33,), (9, 7), (5, 3, 3), (7, 5, 3, 3)])
 def test_torchs_fused_adam_takes_flags_whatever_its_first_parameter_is(shape):
     """On every CPU: how one rounds the last elements of a convolution decides nothing, least of all for a GPU."""
