@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mixprec.bucket_state import narrow_keys, widen
 
-_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # torch 2.14, 2.11
+_CHECK = "_accelerator_graph_capture_health_check"  # torch 2.11 and 2.14
 
 
 class Exchange:
@@ -147,9 +147,8 @@ def without_work(optimizer: Optimizer) -> Iterator[None]:
             stack.enter_context(holding(group, []))
         # Torch asks in every step whether a GPU's graph is being captured. Without a GPU that takes a quarter of a
         # millisecond under Lightning, which has CUDA look for its driver by loading NVML's library anew each time.
-        vars(optimizer).update(dict.fromkeys(_CHECKS, _nothing))
-        for check in _CHECKS:
-            stack.callback(vars(optimizer).pop, check, None)
+        vars(optimizer)[_CHECK] = _nothing
+        stack.callback(vars(optimizer).pop, _CHECK)
         yield
 
 
