@@ -9,7 +9,6 @@ what outlives the fit (:mod:`lightning_mixprec.precision`), and everything that 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -37,7 +36,7 @@ from lightning_mixprec.master import MasterWeights
 from lightning_mixprec.newcomers import Newcomers
 from lightning_mixprec.penalties import Penalties
 from lightning_mixprec.questions import refuse_stranger, warn_of_gradient_hooks, warn_of_late_hooks, warn_of_shadows
-from lightning_mixprec.reduction import GradientReduction, mean_over_ranks, synchronise_first_backward
+from lightning_mixprec.reduction import GradientReduction, synchronise_first_backward
 from lightning_mixprec.reparametrised import Registrations
 from lightning_mixprec.roll_call import RollCall
 from lightning_mixprec.scaler import DynamicLossScaler
@@ -45,8 +44,7 @@ from lightning_mixprec.schedules import RealFrequencies, in_a_batch
 from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.step_guard import StrangerGuard
 from lightning_mixprec.steps import Outcome, Steps
-
-log = logging.getLogger(__name__)
+from lightning_mixprec.unfinished import UnfinishedWindow
 
 _LATE_HOOKS = 64  # batches in which hooks are looked for that see less under DDP
 
@@ -94,8 +92,6 @@ class Fit:
         self._compute = trainer.strategy.root_device.type, compute_dtype
         self._ddp = isinstance(trainer.strategy, DDPStrategy)
         self._counts_skips = counts_skips
-        self._partial: Mapping[str, Tensor] = {}  # gradients of an unfinished window, until the first batch
-        self._partial_holds_next = False  # those of the first batch too, which then must not count again
         self._own_backward = not scaler.is_identity and is_overridden("backward", module)
         self.fp8_tokens: int | None = None
         self._ledger = GradientLedger(
@@ -108,6 +104,7 @@ class Fit:
             refuse_bare_steps=is_sharded(module) or not scaler.is_identity,
             keep_gradients=not module.automatic_optimization or is_overridden("optimizer_zero_grad", module),
         )
+        self._unfinished = UnfinishedWindow(module, self._ledger, several_ranks=self._ddp)
         self._steps = Steps(module, self._ledger, scaler, answers, outcome, counts_skips=counts_skips)
         self._fp8_advice = Float8Advice(module) if counts_fp8 else None
         self._registrations = Registrations()
@@ -194,10 +191,7 @@ class Fit:
         if ledger.batches == 2:  # by now what is made in fit's hooks, or with the first batch, is there
             warn_of_shadows(module, self._trainer.callbacks)
         synchronise_first_backward(cast(nn.Module, self._trainer.strategy.model))
-        if self._partial and not self._partial_holds_next:
-            ledger.put_true_gradients(module.named_parameters(), self._partial)
-            self._partial = {}
-        self._partial_holds_next = False  # but this one
+        self._unfinished.begin_batch()
         if self._manual is not None:
             self._manual.begin_batch()
         counted = self._fp8_advice or nullcontext()
@@ -264,9 +258,7 @@ class Fit:
         if self._ddp:  # reduces here after a static graph's first manual backward
             self._trainer.strategy.post_backward(loss)
         self._ledger.after_backward()
-        if self._partial:  # of a batch that was saved after its backward and before Lightning had counted it
-            self._ledger.put_true_gradients(self._module.named_parameters(), self._partial, instead=True)
-            self._partial = {}
+        self._unfinished.after_backward()
         if self._module.automatic_optimization:
             self._steps.after_backward()
         self.open_edits()
@@ -343,14 +335,13 @@ class Fit:
             "rounding": {} if self._masters is None else self._masters.state_dict(),
             "pushed_back_schedules": self._frequencies.state_dict() if self._frequencies is not None else [],
             "skips_by_optimizer": skips if len(skips) > 1 else [],
-            **(self._partial_gradients() if partial else {}),
+            **(self._unfinished.state_dict() if partial else {}),
         }
         return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where patience, schedules, rounding and an accumulation window were."""
-        self._partial = state.get("partial_gradients", {})
-        self._partial_holds_next = state.get("partial_gradients_hold_next_batch", False)
+        self._unfinished.load_state_dict(state)
         optimizers = self._ledger.optimizers
         skips = state.get("skips_by_optimizer", [self._scaler.consecutive_skips] * len(optimizers))
         self._ledger.consecutive_skips.update(zip(optimizers, skips, strict=False))
@@ -358,24 +349,3 @@ class Fit:
             self._frequencies.load_state_dict(state.get("pushed_back_schedules", []))
         if self._masters is not None:
             self._masters.load_state_dict(state.get("rounding", {}))
-
-    def _partial_gradients(self) -> dict[str, Any]:
-        """True gradients, by name, of an accumulation window's batches, and whether a resumed run runs one again."""
-        ledger, loop = self._ledger, self._trainer.fit_loop.epoch_loop
-        if not ledger.window_open:
-            return {}
-        batches = loop.batch_progress.current
-        again = ledger.in_window and batches.started > batches.processed  # Lightning will start from this batch
-        if again and not ledger.window_is_older:
-            return {}
-        if again and not self._module.automatic_optimization:  # any of its backwards may have been
-            again = False
-            log.warning(
-                "The checkpoint is taken inside batch %d, after its backward and before it was counted: resumed, "
-                "its gradients count twice in this accumulation window. Save in `on_train_batch_end`.",
-                loop.batch_idx,
-            )
-        partial = ledger.true_gradients(self._module.named_parameters())
-        if self._ddp:  # which saves on all ranks, and writes one's
-            partial = mean_over_ranks(partial, self._module.named_parameters(), self._trainer.strategy.root_device)
-        return {"partial_gradients": partial, "partial_gradients_hold_next_batch": again}

@@ -14,7 +14,6 @@ torch alone, and what the LightningModule and schedulers become for the length o
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -57,8 +56,7 @@ from lightning_mixprec.scaler import DynamicLossScaler
 from lightning_mixprec.sharding import is_sharded
 from lightning_mixprec.steps import Outcome
 from lightning_mixprec.storage import Masters
-
-log = logging.getLogger(__name__)
+from lightning_mixprec.takeover import take_over_raw_weights, take_over_scale
 
 _LIGHTNING_NAMES: dict[str, Any] = {
     "fp32": "32-true",
@@ -511,29 +509,10 @@ class MasterWeightPrecision(Precision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what stock Lightning calls by other names, and say so where there is nothing to be taken over."""
-        module = self._module
-        if "current_model_state" in checkpoint and module is not None and module.trainer.state.fn == "fit":
-            callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-            if not any(getattr(callback, "averages_master_weights", False) for callback in callbacks):
-                module.load_state_dict(checkpoint["current_model_state"], strict=module.strict_loading)
-                log.warning(
-                    "The checkpoint's state_dict is an average (of WeightAveraging); training goes on from the raw "
-                    "weights beside it. Add MasterWeightAveraging() to go on with the average, too."
-                )
-        if type(self).__qualname__ in checkpoint:
-            return
-        ours = {"scale", "real_steps", "skipped_steps"}
-        for name, state in checkpoint.items():  # of a plugin of this kind with another name: a subclass, or its base
-            if isinstance(state, dict) and ours <= state.keys():
-                self.load_state_dict(state)
-                log.info("Loss scale and step counts taken over from the checkpoint's %s.", name)
-                return
-        stock = checkpoint.get("MixedPrecision") or checkpoint.get("native_amp_scaling_state")
-        if stock and not self.scaler.is_identity:
-            self.scaler.load_state_dict(stock)
-            log.info("Loss scale %g taken over from the checkpoint's GradScaler.", self.loss_scale)
-        elif not self.scaler.is_identity:
-            log.warning("The checkpoint holds no loss scale: continuing with %g.", self.loss_scale)
+        if self._module is not None:
+            take_over_raw_weights(checkpoint, self._module)
+        if type(self).__qualname__ not in checkpoint:
+            take_over_scale(checkpoint, self.scaler, self.load_state_dict)
 
     # What it is, also inside the error of a strategy that refuses it at Trainer construction
 
