@@ -101,6 +101,7 @@ class Borrower:
             if bucket in self._states:
                 self._states.pop(bucket).release()
         self._layouts.forget()
+        self._fused.forget()
 
     def _find_way(self) -> str:
         """The way as of now: of one group it cannot be told whether steps look across groups, and ``fused`` can change.

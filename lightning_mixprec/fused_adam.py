@@ -91,6 +91,10 @@ class FusedAdam:
                 if turn.flat is not None:
                     turn.state.count()
 
+    def forget(self) -> None:
+        """Parameters have other buckets: their step counts are found anew."""
+        self._counts.clear()
+
     def _take(self, turn: _Turn, kernel: _Kernel, inverse_scale: Tensor | None) -> None:
         bucket = turn.bucket
         bucket.adopt(self.edited)
