@@ -730,7 +730,7 @@ def test_signal_to_the_whole_group_leaves_workers_to_the_run(photos: Path, tmp_p
     command = ["recipes.train", *TINY, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "precision=fp32"]
     command += ["data.num_workers=2", "trainer.max_steps=100000", "trainer.val_check_interval=20", "~callbacks.samples"]
     run = tmp_path / "run"
-    process = forked.Forked("-m", *command, f"hydra.run.dir={run}", cwd=tmp_path, session=True)
+    process = forked.Forked("-m", *command, f"hydra.run.dir={run}", cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120
         while not list(run.glob("checkpoints/step*.ckpt")):
