@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_recipes import ROOT, assert_same, checkpoint, cli, scalars, signalled
 
-from recipes import audit, processes, resume, train, trained
+from recipes import audit, command_line, processes, resume, train, trained
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError
 from recipes.diffusion import DiffusionModule
@@ -269,11 +270,11 @@ def test_a_run_whose_time_was_over_goes_on_with_its_time_anew(
 
     monkeypatch.setattr(TimeLimit, "time_elapsed", a_second_per_question)
     steps = []
-    for time in ("00:00:00:03", "00:00:00:04", "00:00:00:04"):  # of the command: any other is the same run
-        assert cli(monkeypatch, *quick, f"trainer.max_time={time}") == 0
+    for limit in ("00:00:00:03", "00:00:00:04", "00:00:00:04"):  # of the command: any other is the same run
+        assert cli(monkeypatch, *quick, f"trainer.max_time={limit}") == 0
         (run,) = (tmp_path / "outputs" / "digits_unet").iterdir()
         steps.append(json.loads((run / "result.json").read_text())["steps"])
-        ended = f"at the end of trainer.max_time={time}: resume=auto goes on"
+        ended = f"at the end of trainer.max_time={limit}: resume=auto goes on"
         assert (ended in capfd.readouterr().out) == (steps[-1] < 9)
     assert steps == [3, 7, 9]
     for entry in STATE:
@@ -407,6 +408,31 @@ def test_results_are_those_of_the_configuration_beside_them(
     for name in ("results.csv", "0/result.json", "0/checkpoints/last.ckpt"):
         assert (run.parent / name).read_bytes() == before[str(run.parent / name)], name
     assert "0.5" not in (run.parent / "results.csv").read_text()
+
+
+def test_a_sweep_whose_terminal_is_closed_saves_its_job_and_goes_on_by_the_command_shown(tmp_path: Path) -> None:
+    options = ["precision=fp32", "trainer.max_steps=100000", "trainer.val_check_interval=4", "seed=0,1"]
+    options += [f"hydra.sweep.dir='{tmp_path}/a b'"]
+    sweep = forked.Forked("-m", "recipes.train", "-m", *TINY, *FEW, *options, cwd=tmp_path)
+    last = tmp_path / "a b" / "0" / "checkpoints" / "last.ckpt"
+    try:
+        for _ in range(600):
+            if last.exists():
+                break
+            time.sleep(0.1)
+        sweep.send_signal(signal.SIGHUP)
+        assert sweep.wait(timeout=60) == 128 + signal.SIGHUP, sweep.output[-3000:]
+    finally:
+        sweep.kill()
+    step = torch.load(last, weights_only=True)["global_step"]
+    assert f"{last}, of step {step}\n" in sweep.output
+    assert [path.name for path in last.parents[2].iterdir() if path.is_dir()] == ["0"]
+    with (tmp_path / "a b" / "results.csv").open() as file:
+        assert [(row["job"], row["status"]) for row in csv.DictReader(file)] == [("0", "129")]
+    shown = next(line for line in sweep.output.splitlines() if line.startswith("to continue it   python "))
+    again = shlex.split(shown)[4:]
+    assert again == ["-m", "recipes.train", "-m", *TINY, *FEW, *options, "resume=auto"]
+    assert command_line.checked(again[2:], "train")
 
 
 def test_a_run_that_would_begin_in_the_directory_of_another_is_refused(
