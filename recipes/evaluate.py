@@ -120,6 +120,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         "frechet_distance_validation": of(metric, [images for images, _ in real]),
         "frechet_distance_noise": of(metric, [images.to(device) for images in noise]),
         "frechet_network": network,
+        "frechet_features": metric.num_features,
         "frechet_reference": len(data.train),
         "frechet_validation": len(data.val),
     }
@@ -196,6 +197,13 @@ def show(result: dict[str, Any]) -> None:
     print(said("samples", f"{result['samples']}, {solver}, guidance {result['guidance']:g}, seed {result['seed']}"))
     network = f"in features of: {result['frechet_network']}"
     print(said("distance to", f"{result['frechet_reference']} training images, {network}"))
+    print(said("to compare with", f"distances of {result['samples']} samples alone: fewer are further away"))
+    images = {"samples": "samples", "frechet_reference": "training images", "frechet_validation": "validation images"}
+    if few := [f"{result[key]} {what}" for key, what in images.items() if result[key] <= result["frechet_features"]]:
+        features = result["frechet_features"]
+        words = f"{', '.join(few)} for {features} features: a covariance has not full rank, and the distance is biased."
+        remedy = f" Write samples={max(2048, 5 * features)}." * (result["samples"] <= features)
+        print(said("too few", words + remedy))
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="evaluate")

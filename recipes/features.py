@@ -116,7 +116,16 @@ def pixels(data: Any, samples: Tensor) -> Tensor:
 
 
 class FrechetDistance(FrechetInceptionDistance):
-    """torchmetrics' distance, of grey images as well, which Inception takes for colour images without colour."""
+    """torchmetrics' distance, of grey images as well, which Inception takes for colour images without colour.
+
+    Attributes:
+        num_features: Of an image.
+    """
+
+    @property
+    def num_features(self) -> int:
+        """Of the network that it looks through."""
+        return len(self.real_features_sum)
 
     def update(self, imgs: Tensor, real: bool) -> None:
         """Take 8-bit images `(batch, channels, H, W)` of the reference (`real`) or of what is compared with it."""

@@ -158,6 +158,8 @@ def test_weights_are_the_ones_that_were_asked_for(
     ("program", "options", "expected"),
     [
         (sample, ["count=0"], "count=0 must be a whole number of at least 1"),
+        (sample, ["count=3", "per_class=2"], "per_class=2 are rows of a grid, and count=3 asks for a folder"),
+        (sample, ["per_class=0"], "per_class=0 must be a whole number of at least 1"),
         (sample, ["count=1.5"], "count=1.5 must be a whole number"),
         (sample, ["batch_size=0"], "batch_size=0"),
         (sample, ["seed=-1"], "seed=-1"),
@@ -340,6 +342,20 @@ def test_bad_samples_are_counted_and_not_measured(
     assert result["frechet_distance"] is result["validation_loss"] is None
     assert result["validation_loss_raw"] > 0
     assert "not finite" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "few"), [(40, "40 samples for 64 features"), (70, "")])
+def test_a_distance_of_fewer_images_than_features_is_said_to_be_none(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path, count: int, few: str
+) -> None:
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=2))
+    options = [f"samples={count}", "sampler.steps=1", f"output={tmp_path}/result.json"]
+    assert cli(monkeypatch, evaluate, last(run), *options) == 0
+    shown = capfd.readouterr().out
+    assert f"distances of {count} samples alone" in shown
+    assert few in shown
+    assert ("too few" in shown) == ("Write samples=2048" in shown) == bool(few)
+    assert json.loads((tmp_path / "result.json").read_text())["frechet_features"] == 64
 
 
 def test_without_classes_the_classifier_tells_how_images_are_turned() -> None:

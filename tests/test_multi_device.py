@@ -26,7 +26,7 @@ from test_recipes import ROOT, assert_same, checkpoint, cli, events, scalars
 from recipes.data import DigitsDataModule
 from recipes.loading import even_batches
 from recipes.objective import EDM
-from recipes.randomness import validation_draws
+from recipes.randomness import SHUFFLE, keyed_generator, validation_draws
 from recipes.unet import UNet
 
 TINY = ["model=unet_tiny", "sampler.steps=2", "callbacks.samples.per_class=1", "trainer.log_every_n_steps=1"]
@@ -51,6 +51,10 @@ def work(directory: Path) -> None:
 
     for strategy in ("ddp", "fsdp2"):
         run(strategy, f"strategy={strategy}", *probe(directory / f"{strategy}_drawn"))
+    # On with other batches, in the middle of the epoch.
+    ddp = [f"ckpt_path={directory}/ddp/checkpoints/last.ckpt", "trainer.max_steps=6"]
+    others = ["data.batch_size=64", "trainer.accumulate_grad_batches=2"]
+    run("others", "strategy=ddp", *ddp, *others, *probe(directory / "others_drawn"))
     accumulate = ["trainer.accumulate_grad_batches=2", "trainer.max_steps=2"]
     run("accumulated", *accumulate, *probe(directory / "accumulated_drawn"))
 
@@ -188,6 +192,20 @@ def test_a_preempted_run_resumes_bit_for_bit_by_the_same_command(pair: Path) -> 
     whole, resumed = checkpoint(pair / "ddp"), checkpoint(pair / "preempted")
     for entry in ("state_dict", "averaged_state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision"):
         assert_same(whole[entry], resumed[entry], entry)
+
+
+def test_with_other_batches_ranks_go_on_with_the_images_that_none_has_seen(pair: Path) -> None:
+    """Two steps of 64 after four of 128, each of two batches of 16 on each rank."""
+    assert statuses(pair, "others") == [0, 0]
+    (order,) = torch.randperm(1437, generator=keyed_generator(SHUFFLE, 0, 0)).split(1437)
+    seen: dict[int, list[int]] = {}
+    for batch in (batch for rank in range(2) for batch in drawn(pair / "others_drawn", rank)):
+        assert len(batch["index"]) == 16
+        seen.setdefault(batch["step"], []).extend(batch["index"].tolist())
+    assert {step: sorted(rows) for step, rows in seen.items()} == {
+        4: sorted(order[512:576].tolist()),
+        5: sorted(order[576:640].tolist()),
+    }
 
 
 def test_a_slurm_job_is_requeued_and_finds_itself(pair: Path) -> None:
