@@ -36,6 +36,9 @@ from recipes.sampler import draw_images
 from recipes.screen import said
 from recipes.trained import guidance_of, open_checkpoint, result_name, sampler_of, weights_of, whole_number
 
+SAMPLES = 1000
+"""Of an evaluation whose name does not say it."""
+
 
 def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     """Measure, print, save.
@@ -54,12 +57,13 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     net, objective, data = trained.build()
     net = trained.network(net, weights_of(trained.checkpoint, "raw", trained.path), config["device"])
     device = next(net.parameters()).device
-    sampler = sampler_of(config, trained, objective)
+    sampler, solver = sampler_of(config, trained, objective)
     guidance, seed = guidance_of(config, objective, net), whole_number(config, "seed", 0)
     count, batch_size = whole_number(config, "samples", 2), whole_number(config, "batch_size", 1)
     given = config["inception_weights"]
     inception = to_absolute_path(given) if given else None
-    name = f"{result_name(trained, sampler, guidance, seed)}.json"
+    name = result_name(trained, solver, guidance, seed) + f"_samples{count}" * (count != SAMPLES)
+    name += "_inception.json" if given else ".json"
     output = Path(to_absolute_path(config["output"])) if config["output"] else trained.path.with_name(name)
     if output.is_dir():
         raise ConfigError(f"output={output} is a directory. Write output=PATH of a JSON file.")

@@ -44,7 +44,7 @@ def sample(config: dict[str, Any]) -> None:
     trained = open_checkpoint(config)
     net, objective, data = trained.build()
     net = trained.network(net, trained.state, config["device"])
-    sampler = sampler_of(config, trained, objective)
+    sampler, solver = sampler_of(config, trained, objective)
     guidance, seed = guidance_of(config, objective, net), whole_number(config, "seed", 0)
     batch_size = whole_number(config, "batch_size", 1)
     shape, num_classes = trained.made_for(data)
@@ -57,7 +57,7 @@ def sample(config: dict[str, Any]) -> None:
         )
     per_class = ROWS if config["per_class"] is None else whole_number(config, "per_class", 1)
     count = whole_number(config, "count", 1) if folder else per_class * len(classes)
-    name = result_name(trained, sampler, guidance, seed)
+    name = result_name(trained, solver, guidance, seed)
     output = trained.run / "samples" / (name if folder else f"{name}.png")
     if config["output"]:
         output = Path(to_absolute_path(config["output"]))

@@ -6,6 +6,7 @@ answers and the same refusals. It leaves out resuming (`recipes.resume`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lightning_mixprec.posthoc import reconstruct
 from lightning_mixprec.profiles import gamma_of, in_words
 from lightning_mixprec.snapshots import Snapshot, read_snapshots
-from recipes.config import ConfigError, build, did_you_mean, refusals
+from recipes.config import ConfigError, build, check_targets, did_you_mean, refusals
 from recipes.denoising import Objective, clip_bounded_images_alone
 from recipes.places import device_of
 from recipes.resume import newest_of, read, refuse_folder
@@ -58,7 +59,9 @@ class Trained:
 
     def build(self) -> tuple[Any, Objective, Any]:
         """Network (without its weights), objective and data module, as configured in the run."""
-        net, objective, data = (build(self.recipe, part) for part in ("model", "objective", "data"))
+        parts = ("model", "objective", "data")
+        check_targets({part: self.recipe[part] for part in parts})  # a class of the user's own may be out of reach
+        net, objective, data = (build(self.recipe, part) for part in parts)
         clip_bounded_images_alone(objective, self.recipe["objective"], data)
         return net, objective, data
 
@@ -215,8 +218,8 @@ class RunSampler:
         raise ValueError("sampler=run is for recipes.sample and recipes.evaluate, which have a checkpoint.")
 
 
-def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -> Sampler:
-    """The sampler of the command line, or else the run's own, with `sampler.steps` if it is given.
+def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -> tuple[Sampler, str]:
+    """The sampler of the command line, or else the run's own, with `sampler.steps` if it is given; and its name.
 
     Raises:
         ConfigError: If it cannot be built, or the objective cannot be sampled with it.
@@ -227,20 +230,32 @@ def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -
     with refusals({"sampler": node}, "sampler"):
         sampler: Sampler = build({"sampler": node}, "sampler")
         sampler.check(objective)
-    return sampler
+    return sampler, solver_name(
+        sampler, {key: value for key, value in node.items() if key not in ("_target_", "steps")}
+    )
 
 
-def result_name(trained: Trained, sampler: Sampler, guidance: float, seed: int) -> str:
-    """Name of what was drawn or measured, without a suffix: another sampler does not overwrite it.
+def solver_name(sampler: Sampler, arguments: dict[str, Any]) -> str:
+    """What names of files say of a sampler: its class, its steps, and what else it was given.
 
     Example:
         >>> from recipes.sampler import HeunSampler
+        >>> solver_name(HeunSampler(steps=18), {}), solver_name(HeunSampler(steps=5), {"churn": 0.3, "ends": [1, 2]})
+        ('heun18', 'heun5_churn0.3_ends1-2')
+    """
+    given = [f"{key}{re.sub(r'[^0-9A-Za-z.]+', '-', str(value)).strip('-')}" for key, value in arguments.items()]
+    return "_".join([f"{type(sampler).__name__.removesuffix('Sampler').lower()}{sampler.steps}", *given])
+
+
+def result_name(trained: Trained, solver: str, guidance: float, seed: int) -> str:
+    """Name of what was drawn or measured, without a suffix: another sampler does not overwrite it.
+
+    Example:
         >>> trained = Trained(Path("run/checkpoints/last.ckpt"), {}, "averaged", {})
-        >>> result_name(trained, HeunSampler(steps=18), guidance=1.5, seed=0)
+        >>> result_name(trained, "heun18", guidance=1.5, seed=0)
         'last_averaged_heun18_guidance1.5_seed0'
     """
-    solver = type(sampler).__name__.removesuffix("Sampler").lower()
-    return f"{trained.path.stem}_{trained.weights}_{solver}{sampler.steps}_guidance{guidance:g}_seed{seed}"
+    return f"{trained.path.stem}_{trained.weights}_{solver}_guidance{guidance:g}_seed{seed}"
 
 
 def whole_number(config: dict[str, Any], key: str, least: int) -> int:

@@ -170,6 +170,10 @@ MISSING = {
     "model=5": ["there is no model '5'"],
     "callbacks.speed=5": ["callbacks.speed=5 builds nothing"],
     "model._target_=recipes.unet.Unet": ["cannot be imported", "Did you mean 'UNet'?"],
+    "model._target_=myne.Net": [
+        "No module named 'myne'. A file of your own is looked for in the folder where",
+        "PYTHONPATH",
+    ],
     "strategy.find_unused_parameters=true": ["unknown key 'strategy.find_unused_parameters'"],
     "experiment=digits_unte": ["there is no experiment 'digits_unte'. Did you mean 'digits_unet'"],
     "--config-dir nowhere": ["--config-dir nowhere: there is no such directory"],

@@ -21,10 +21,18 @@ from recipes.features import SmallClassifier, frechet_distance, pixels, train_cl
 from recipes.images import to_uint8
 from recipes.objective import EDM
 from recipes.randomness import validation_draws
-from recipes.sampler import HeunSampler, check_guidance, draw_images, draw_samples
+from recipes.sampler import EulerSampler, HeunSampler, check_guidance, draw_images, draw_samples
 from recipes.trained import weights_of
 
 CPU = torch.device("cpu")
+
+
+class OwnSampler(EulerSampler):
+    """Of a user, with an argument of its own."""
+
+    def __init__(self, steps: int = 5, churn: float = 0.0) -> None:
+        super().__init__(steps)
+        self.churn = churn
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, program: Any, *arguments: str) -> int:
@@ -157,6 +165,7 @@ def test_weights_are_the_ones_that_were_asked_for(
 @pytest.mark.parametrize(
     ("program", "options", "expected"),
     [
+        (sample, ["ckpt_path=OWN"], "No module named 'myne'. A file of your own is looked for in"),
         (sample, ["count=0"], "count=0 must be a whole number of at least 1"),
         (sample, ["count=3", "per_class=2"], "per_class=2 are rows of a grid, and count=3 asks for a folder"),
         (sample, ["per_class=0"], "per_class=0 must be a whole number of at least 1"),
@@ -199,6 +208,11 @@ def test_bad_input_is_refused(
     expected: str,
 ) -> None:
     given = [o.replace("NONE", str(without_average)).replace("RUN", str(run)) for o in options]
+    if "ckpt_path=OWN" in given:
+        saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        saved["recipe"]["model"]["_target_"] = "myne.Net"
+        torch.save(saved, run / "own.ckpt")
+        given = [f"ckpt_path={run}/own.ckpt"]
     path = [] if any(o.startswith("ckpt_path") for o in given) else [last(run)]
     assert cli(monkeypatch, program, *path, *given) == 2
     shown = capfd.readouterr().err
@@ -271,7 +285,7 @@ def test_evaluation_is_what_plain_loops_give(
     monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=60))
     assert cli(monkeypatch, evaluate, last(run), "samples=90", "guidance=1.5", "seed=3", "batch_size=40") == 0
     shown = capfd.readouterr().out
-    result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3.json").read_text())
+    result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3_samples90.json").read_text())
 
     net, objective = network(run)
     raw, _ = network(run, "state_dict")
@@ -337,7 +351,7 @@ def test_bad_samples_are_counted_and_not_measured(
     saved["averaged_state_dict"]["net.conv_out.bias"].fill_(torch.nan)
     torch.save(saved, tmp_path / "bad.ckpt")
     assert cli(monkeypatch, evaluate, f"ckpt_path={tmp_path}/bad.ckpt", "samples=10", "sampler.steps=2") == 0
-    result = json.loads((tmp_path / "bad_averaged_ddim2_guidance1_seed0.json").read_text())
+    result = json.loads((tmp_path / "bad_averaged_ddim2_guidance1_seed0_samples10.json").read_text())
     assert result["non_finite_samples"] == 10
     assert result["frechet_distance"] is result["validation_loss"] is None
     assert result["validation_loss_raw"] > 0
@@ -381,10 +395,14 @@ def test_another_sampler_does_not_overwrite_the_results_of_one(
     where = tmp_path / "run" / "checkpoints"
     where.mkdir(parents=True)
     (where / "last.ckpt").write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
-    for options in ([], ["sampler.steps=3"], ["sampler=euler", "sampler.steps=3"]):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    own = ["sampler._target_=test_evaluate.OwnSampler", "sampler.steps=3"]
+    others = ([*own, "sampler.churn=0.3"], [*own, "sampler.churn=0.5"])
+    for options in ([], ["sampler.steps=3"], ["sampler=euler", "sampler.steps=3"], *others):
         assert cli(monkeypatch, sample, f"ckpt_path={where}/last.ckpt", "per_class=1", *options) == 0
     names = {path.name for path in (tmp_path / "run" / "samples").iterdir()}
-    assert names == {f"last_averaged_{name}_guidance1_seed0.png" for name in ("ddim5", "ddim3", "euler3")}
+    own = [f"own3_churn{churn}" for churn in (0.3, 0.5)]
+    assert names == {f"last_averaged_{name}_guidance1_seed0.png" for name in ("ddim5", "ddim3", "euler3", *own)}
 
 
 def test_the_name_of_the_only_profile_means_its_average(run: Path) -> None:
