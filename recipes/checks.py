@@ -192,11 +192,30 @@ def check_model(config: dict[str, Any], module: DiffusionModule, shape: tuple[in
             "called with images, noise levels and labels, returns a tensor like the images, and has null_label: the "
             "label that stands for none, which is the number of classes."
         )
+    problems: list[str] = []
     if null_label != classes:
-        raise ConfigError(
+        problems.append(
             f"model has {null_label} classes, the data have {classes}. Choose "
             f"model.num_classes={classes}, or other data."
         )
+    multiple = getattr(module.net, "size_multiple", 1)
+    if odd := [side for side in shape[1:] if side % multiple]:
+        lower = odd[0] // multiple * multiple
+        fits = " or ".join(str(side) for side in (lower, lower + multiple) if side)
+        problems.append(
+            f"model halves images {multiple.bit_length() - 1} times, and {odd[0]} pixels cannot be. Choose images of "
+            f"{fits} pixels (data.image_size, where the data have it), or a model of fewer resolutions "
+            "(model.block_out_channels)."
+        )
+    else:
+        with collected(problems):
+            _check_call(config, module, shape)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_call(config: dict[str, Any], module: DiffusionModule, shape: tuple[int, ...]) -> None:
+    """One call of the network, on a device that computes nothing."""
     image = torch.zeros(1, *shape, device="meta")
     state = {name: value.to("meta") for name, value in module.net.state_dict(keep_vars=True).items()}
     with torch.no_grad(), refusals(config, "model"):

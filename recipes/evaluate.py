@@ -22,13 +22,21 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from recipes import command_line
 from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.denoising import Objective
-from recipes.features import TURNS, FrechetDistance, SmallClassifier, frechet_distance, pixels, train_classifier
+from recipes.features import (
+    TURNS,
+    FrechetDistance,
+    SmallClassifier,
+    frechet_distance,
+    pixels,
+    remembered,
+    train_classifier,
+)
 from recipes.images import count_non_finite
+from recipes.loading import Loader
 from recipes.places import check_writable
 from recipes.randomness import validation_draws
 from recipes.sample import batches
@@ -84,10 +92,14 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     raw_loss = validation_loss(net, objective, data)
     net.load_state_dict(trained.state)
     loss = validation_loss(net, objective, data)
-    classifier = train_classifier(data, device)
+    print(said("reading", f"{len(data.train)} training images"), flush=True)
+    seen = remembered(data, device, batch_size)
+    print(said("training", "a small classifier of them"), flush=True)
+    classifier = train_classifier(seen, device)
     metric, network = frechet_distance(classifier, inception, device, data.num_classes)
-    for batch in DataLoader(data.train, batch_size):
-        metric.update(pixels(data, batch["image"].to(device)), real=True)
+    for batch in Loader(seen.train, seen.num_workers, batch_size=batch_size):
+        metric.update(pixels(seen, batch["image"].to(device)), real=True)
+    print(said("drawing", f"{count} samples"), flush=True)
 
     right, bad = 0, 0
     shape: tuple[int, ...] = ()
@@ -100,7 +112,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         metric.update(images, real=False)
     distance = float(metric.compute()) if bad == 0 else None
 
-    validation = DataLoader(data.val, batch_size)
+    validation = Loader(data.val, data.num_workers, batch_size=batch_size)
     real = [(pixels(data, batch["image"].to(device)), batch["label"]) for batch in validation]
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randint(256, (count, *shape), generator=generator, dtype=torch.uint8).split(batch_size)

@@ -206,8 +206,9 @@ class ImagesDataModule(DataModule):
         except FileNotFoundError as error:  # a class without images
             empty = str(error).partition(" for the classes ")[2].partition(".")[0]
             where = f"{root}, class {empty}" if any(class_to_idx) else f"data.directory={root}"
+            remedy = "Add some, remove the folder, or write" if any(class_to_idx) else "Write"
             raise ConfigError(
-                f"{where}: no images ({', '.join(e[1:] for e in IMG_EXTENSIONS)}) in it. Write data.directory=PATH, "
+                f"{where}: no images ({', '.join(e[1:] for e in IMG_EXTENSIONS)}) in it. {remedy} data.directory=PATH, "
                 f"{self.expected}."
             ) from error
 

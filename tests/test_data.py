@@ -341,7 +341,7 @@ REFUSED_FOLDERS = {
     "empty": (ImagesDataModule, [r"empty: no images \(jpg, jpeg, png", r"Write data.directory=PATH"]),
     "one": (ImagesDataModule, ["one image cannot both train and validate"]),
     "flat": (ImageFolderDataModule, ["no folders in it", "write data=images"]),
-    "hollow": (ImageFolderDataModule, [r"class b: no images"]),
+    "hollow": (ImageFolderDataModule, [r"class b: no images", "Add some, remove the folder, or write"]),
 }
 
 
@@ -760,6 +760,10 @@ REFUSALS = {
     "data=webdataset": ["data.shards is missing. Write data.shards=PATH"],
     "data=latents": ["data.directory is missing. Write data.directory=PATH"],
     "data=mnits": ["there is no data 'mnits'", "Did you mean 'mnist'"],
+    "data=synthetic data.image_size=17 data.num_classes=4 data.channels=1": [
+        "model has 10 classes, the data have 4",
+        "model halves images 1 times, and 17 pixels cannot be. Choose images of 16 or 18 pixels",
+    ],
     "data=synthetic": ["model has 10 classes", "it cannot take images of shape [3, 64, 64]"],
 }
 
@@ -769,7 +773,7 @@ def test_missing_data_name_their_remedy(
     override: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli(monkeypatch, *TINY[1:], "hydra.run.dir=run", override) == 2
+    assert cli(monkeypatch, *TINY[1:], "hydra.run.dir=run", *override.split()) == 2
     message = capfd.readouterr().err
     message = message[message.index("error: ") :]
     wanted = REFUSALS[override][-1:] if override == "data=synthetic" else REFUSALS[override]

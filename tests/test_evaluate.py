@@ -16,8 +16,8 @@ from torch import Tensor
 
 from recipes import command_line, evaluate, export, sample, train
 from recipes.config import ConfigError, build
-from recipes.data import DigitsDataModule, LabelledImages
-from recipes.features import SmallClassifier, frechet_distance, pixels, train_classifier
+from recipes.data import DigitsDataModule, Images, LabelledImages
+from recipes.features import SmallClassifier, frechet_distance, pixels, remembered, train_classifier
 from recipes.images import to_uint8
 from recipes.objective import EDM
 from recipes.randomness import validation_draws
@@ -431,6 +431,32 @@ def test_the_classifier_is_a_function_of_the_data(small: tuple[SmallClassifier, 
     with torch.no_grad():
         right = (classifier(to_uint8(data.val.images)).argmax(1) == data.val.labels).double().mean()
     assert right > 0.5
+
+
+def test_images_are_read_once_for_all_that_is_to_see_them(small: tuple[SmallClassifier, DigitsDataModule]) -> None:
+    """Files cost more to read than to look at, and latents to decode."""
+    classifier, data = small
+
+    class Files(Images):
+        reads = 0
+
+        def __len__(self) -> int:
+            return len(data.train)
+
+        def read(self, row: int) -> tuple[Tensor, int]:
+            Files.reads += 1
+            return data.train.read(row)
+
+    of_files = DigitsDataModule()
+    of_files.setup()
+    of_files.train = Files()  # type: ignore[assignment]
+    again = train_classifier(remembered(of_files, CPU, batch_size=100), CPU, steps=60)
+    assert len(data.train) <= Files.reads <= len(data.train) + 1  # and one for its form
+    images = to_uint8(data.val.images[:50])
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), classifier(images), rtol=0, atol=1e-4)
+    assert remembered(of_files, CPU, 100, most=1000) is of_files
+    assert remembered(data, CPU, 100) is data
 
 
 def test_samples_that_are_no_images_are_decoded_first(small: tuple[SmallClassifier, DigitsDataModule]) -> None:
