@@ -248,6 +248,26 @@ def check_places(config: dict[str, Any]) -> None:
         raise ConfigError(*problems)
 
 
+def check_overwriting(callbacks: Mapping[str, Any]) -> None:
+    """Refuse checkpoints of a run that starts anew over those of another: a directory that two runs were given.
+
+    Args:
+        callbacks: By the names that they have in the configuration.
+
+    Raises:
+        ConfigError: With the file that would be lost.
+    """
+    for name, callback in callbacks.items():
+        if not isinstance(callback, ModelCheckpoint) or callback._enable_version_counter or not callback.dirpath:
+            continue
+        path = Path(callback.dirpath) / f"{callback.filename}{callback.FILE_EXTENSION}"
+        if path.is_file():
+            raise ConfigError(
+                f"{name}.dirpath={callback.dirpath}: {path} is there already, and would be overwritten. To go on with "
+                f"it, write ckpt_path={path}; to start anew, {name}.dirpath=ANOTHER, or remove the file."
+            )
+
+
 def check_states(callbacks: Mapping[str, Any]) -> None:
     """Refuse callbacks whose states a checkpoint could not tell apart, such as two ModelCheckpoints that save alike.
 

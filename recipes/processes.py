@@ -7,7 +7,7 @@ Lightning starts are told by it.
 from __future__ import annotations
 
 import os
-import time
+from datetime import datetime
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import TCPStore
@@ -45,7 +45,7 @@ def shared_directory(keys: list[str], sweep: bool) -> list[str]:
     elif torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         # The first process sets the name; it stays when torchrun restarts its workers.
-        name = store.compare_set("recipes/name", "", time.strftime("%Y-%m-%d_%H-%M-%S")).decode()
+        name = store.compare_set("recipes/name", "", f"{datetime.now():%Y-%m-%d_%H-%M-%S_%f}").decode()
     else:
         raise ConfigError(
             "this process is one of several that were started from outside, and every process would choose its own "

@@ -151,6 +151,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: checks.check_places(config) if trainer.is_global_zero and not dry else None,
+        lambda: checks.check_overwriting(built) if not (checkpoint or dry) and trainer.is_global_zero else None,
         lambda: resume.check_last(config, callbacks, output_dir),
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
         lambda: check_sigma_data(module.objective, check_samples(config, data)),

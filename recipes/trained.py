@@ -7,7 +7,7 @@ answers and the same refusals. It leaves out resuming (`recipes.resume`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,8 @@ class Trained:
 def open_checkpoint(config: dict[str, Any]) -> Trained:
     """The checkpoint and the weights that a command line asks for: `ckpt_path`, `weights` and `sigma_rel`.
 
+    Its configuration says where its data were; `data` says where they are now.
+
     Of `weights`, None are the averaged ones, or the raw ones where the run has no average, which is said.
 
     Raises:
@@ -97,6 +99,9 @@ def open_checkpoint(config: dict[str, Any]) -> Trained:
     checkpoint = read(path)
     if "recipe" not in checkpoint:
         raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
+    moved = RunData(**{key: value for key, value in config["data"].items() if key != "_target_"})
+    checkpoint["recipe"]["data"] |= {key: value for key, value in asdict(moved).items() if value is not None}
+    check_targets({"data": checkpoint["recipe"]["data"]})
     choice = config["weights"]
     if choice is None:
         choice = "averaged" if "averaged_state_dict" in checkpoint else "raw"
@@ -185,9 +190,9 @@ def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> 
     states: dict[str, dict[str, Any]] = checkpoint["callbacks"]
     saved = next(state for name, state in states.items() if "MasterWeightAveraging" in name)
     now = saved["n_averaged"]
-    directory = Path(saved.get("snapshot_dir", path.parent.parent / "snapshots"))
-    if not directory.is_dir():  # the run was moved
-        directory = path.parent.parent / "snapshots"
+    directory = path.parent.parent / "snapshots"  # of this very run, wherever it was moved
+    if not directory.is_dir():  # it was given another place for them, or its checkpoints were
+        directory = Path(saved.get("snapshot_dir", directory))
     averages = checkpoint["averaged_state_dicts"]
     snapshots = [Snapshot(now, width, lambda name=name: averages[name]) for name, width in widths.items()]  # type: ignore[misc]
     snapshots += [each for each in read_snapshots(directory, until=now) if each.n_averaged < now]
@@ -197,6 +202,27 @@ def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> 
         raise ConfigError(str(error)) from error
     print(f"reconstructed    sigma_rel={sigma_rel} from {len(snapshots)} averages, profile within {distance:.1%}")
     return average
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Stands for the data of the run that a checkpoint comes from, which may have been moved since.
+
+    Args:
+        directory: In place of the run's.
+        shards: In place of the run's.
+        val_shards: In place of the run's.
+        autoencoder: In place of the run's.
+
+    Example:
+        >>> RunData(directory="elsewhere").shards is None
+        True
+    """
+
+    directory: str | None = None
+    shards: str | list[str] | None = None
+    val_shards: str | list[str] | None = None
+    autoencoder: str | None = None
 
 
 @dataclass(frozen=True)

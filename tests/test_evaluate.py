@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -232,6 +233,47 @@ def test_a_run_without_averages_shows_its_raw_weights(
     monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=5))
     assert cli(monkeypatch, evaluate, path, "samples=10", f"output={tmp_path}/0.json") == 0
     assert json.loads((tmp_path / "0.json").read_text())["weights"] == "raw"
+
+
+def test_data_that_were_moved_are_told_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=2))
+    for number in range(25):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number:02}.png")
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    folder = {"_target_": "recipes.image_files.ImagesDataModule", "directory": "before", "num_workers": 0}
+    saved["recipe"]["data"] = folder | {"image_size": 8, "channels": 1}
+    torch.save(saved, tmp_path / "last.ckpt")
+    arguments = [f"ckpt_path={tmp_path}/last.ckpt", "samples=3", "sampler.steps=1", f"output={tmp_path}/result.json"]
+    assert cli(monkeypatch, evaluate, *arguments) == 2
+    assert "data.directory=before: there is no directory" in capfd.readouterr().err
+    assert cli(monkeypatch, evaluate, *arguments, f"data.directory={tmp_path}", "data.shards=x") == 2
+    assert "unknown key 'data.shards'. recipes.image_files.ImagesDataModule takes" in capfd.readouterr().err
+    assert cli(monkeypatch, evaluate, *arguments, f"data.directory={tmp_path}") == 0
+    assert json.loads((tmp_path / "result.json").read_text())["frechet_reference"] == 23
+
+
+def test_snapshots_are_those_of_the_run_that_was_moved_not_of_another_in_its_old_place(
+    monkeypatch: pytest.MonkeyPatch, run: Path, tmp_path: Path
+) -> None:
+    moved, old = tmp_path / "moved", tmp_path / "old"
+    shutil.copytree(run, moved)
+    shutil.copytree(run / "snapshots", old)
+    for path in old.iterdir():  # of another run
+        other = torch.load(path, weights_only=True)
+        other["averages"] = {
+            profile: {name: value + 1 for name, value in average.items()}
+            for profile, average in other["averages"].items()
+        }
+        torch.save(other, path)
+    saved = torch.load(moved / "checkpoints" / "last.ckpt", weights_only=True)
+    next(state for name, state in saved["callbacks"].items() if "Averaging" in name)["snapshot_dir"] = str(old)
+    path = moved / "checkpoints" / "last.ckpt"
+    torch.save(saved, path)
+    found, expected = (weights_of(saved, "posthoc", each, 0.07) for each in (path, run / "checkpoints" / "last.ckpt"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_sampler_that_does_not_fit_the_objective_is_refused(

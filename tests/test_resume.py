@@ -18,6 +18,7 @@ import forked
 import pytest
 import torch
 from few_digits import FEW
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -451,6 +452,29 @@ def test_a_run_that_would_begin_in_the_directory_of_another_is_refused(
     monkeypatch.setattr(processes, "shared_directory", lambda keys, sweep: [f"hydra.run.dir={run}"])  # as SLURM's
     assert cli(monkeypatch, *anew) == 2
     assert contents(run.parent) == before
+
+
+def test_checkpoints_of_another_run_in_a_directory_given_to_both_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = [*TINY, *FEW, "precision=fp32", "logger=none", "trainer.max_steps=1", "trainer.val_check_interval=1"]
+    command += [f"callbacks.last.dirpath={tmp_path}/mount", f"callbacks.best.dirpath={tmp_path}/mount"]
+    assert cli(monkeypatch, *command, f"hydra.run.dir={tmp_path}/a") == 0
+    saved = (tmp_path / "mount" / "last.ckpt").read_bytes()
+    assert cli(monkeypatch, *command, f"hydra.run.dir={tmp_path}/b") == 2
+    assert f"callbacks.last.dirpath={tmp_path}/mount: {tmp_path}/mount/last.ckpt is there" in capfd.readouterr().err
+    assert (tmp_path / "mount" / "last.ckpt").read_bytes() == saved
+    more = [f"ckpt_path={tmp_path}/mount/last.ckpt", "trainer.max_steps=2"]
+    assert cli(monkeypatch, *command, *more, f"hydra.run.dir={tmp_path}/b") == 0
+
+
+def test_runs_and_sweeps_that_start_in_the_same_second_have_their_own_directories() -> None:
+    with initialize_config_dir(str(command_line.CONF), version_base="1.3"):
+        configs = [compose("train", return_hydra_config=True) for _ in range(2)]
+    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+        first, second = (OmegaConf.select(config, key) for config in configs)
+        assert first != second
+        assert len(Path(first).parts) == 3
 
 
 def test_a_run_killed_after_its_last_checkpoint_keeps_its_result(
