@@ -22,7 +22,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig
 
 from recipes.config import quoted
@@ -39,7 +38,9 @@ OWN_TO_SWEEP = ("hydra.mode", "hydra.run.dir", "hydra.sweep", "hydra/sweeper", "
 
 def is_job() -> bool:
     """Whether this is a job of a sweep that has no process of its own yet."""
-    return HydraConfig.initialized() and in_sweep() and not SLURMEnvironment.detect()
+    if not (HydraConfig.initialized() and in_sweep()):
+        return False
+    return not str(HydraConfig.get().launcher._target_).endswith("SlurmLauncher")
 
 
 def in_sweep() -> bool:

@@ -23,6 +23,8 @@ from launch import launch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from test_recipes import ROOT, assert_same, checkpoint, cli, events, scalars
 
+from recipes import command_line
+from recipes.config import ConfigError
 from recipes.data import DigitsDataModule
 from recipes.loading import even_batches
 from recipes.objective import EDM
@@ -363,6 +365,7 @@ SLURM |= {"SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
         (TORCHRUN, [], "hydra.run.dir=outputs/NAME"),  # without torchrun's own store, nothing to agree in
         ({"NODE_RANK": "0"}, [], "hydra.run.dir=outputs/NAME"),
         (TORCHRUN, ["-m", "seed=1,2"], "every process would run the whole sweep"),
+        (SLURM, ["-m", "seed=1,2"], "every process would run the whole sweep"),
         (TORCHRUN, ["hydra.run.dir=RUN"], "trainer.devices=1: 2 processes were started, and each would train alone"),
         (SLURM, ["hydra.run.dir=RUN"], "trainer.devices=1: 2 processes were started, and each would train alone"),
         (SLURM, ["hydra.run.dir=RUN", "trainer.devices=3"], "trainer.devices=3 and trainer.num_nodes=1"),
@@ -396,6 +399,36 @@ def test_steps_of_one_slurm_job_have_directories_of_their_own(monkeypatch: pytes
     assert names == ["slurm_17", "slurm_17_1"]
     monkeypatch.setenv("SLURM_PROCID", "3")  # rank 0 alone writes Hydra's record
     assert shared_directory(["hydra.run.dir"], sweep=False) == ["hydra.output_subdir=null"]
+
+
+@pytest.mark.parametrize(
+    "program", ["sample", "evaluate", "export", "encode", "train_autoencoder", "audit", "benchmark"]
+)
+def test_programs_of_one_process_run_in_a_batch_job_and_refuse_several_tasks(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert command_line.checked([], program) == []  # in the batch script, of a job with two tasks
+    for changed in ({"SLURM_STEP_ID": "0"}, {"SLURM_PROCID": "1"}, TORCHRUN):  # by srun, or torchrun
+        with monkeypatch.context() as patch:
+            for name, value in changed.items():
+                patch.setenv(name, value)
+            with pytest.raises(ConfigError, match=f"recipes.{program} is one process, and 2 were started"):
+                command_line.checked([], program)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert command_line.checked([], program) == []
+
+
+def test_a_sweep_in_a_slurm_job_of_one_task_is_one_on_this_machine(tmp_path: Path) -> None:
+    one = SLURM | {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    sweep = ["-m", "trainer.max_steps=1", "seed=3", "trainer.accelerator=cpu", f"hydra.sweep.dir={tmp_path}/s"]
+    process = start(["recipes.train", "precision=fp32", *sweep, *TINY, *FEW], tmp_path, **one)
+    shown = finish(process)
+    assert process.returncode == 0, shown[-3000:]
+    assert "1 of 1 jobs ended well" in shown
+    assert_one_run(tmp_path / "s" / "0", step=1)
 
 
 if __name__ == "__main__":

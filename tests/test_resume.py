@@ -449,7 +449,7 @@ def test_a_run_that_would_begin_in_the_directory_of_another_is_refused(
         assert f"{run}/checkpoints/last.ckpt is there already, and would be overwritten" in message
         assert "resume=auto" in message
         assert contents(run.parent) == before
-    monkeypatch.setattr(processes, "shared_directory", lambda keys, sweep: [f"hydra.run.dir={run}"])  # as SLURM's
+    monkeypatch.setattr(processes, "shared_directory", lambda *_: [f"hydra.run.dir={run}"])  # as SLURM's
     assert cli(monkeypatch, *anew) == 2
     assert contents(run.parent) == before
 
