@@ -303,6 +303,11 @@ def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
             f"strategy.process_group_backend=nccl: it connects GPUs, and this run computes on "
             f"{strategy.root_device.type}. Write gloo, or leave it out."
         )
+    if (method := getattr(strategy, "_start_method", "popen") or "popen") != "popen":
+        raise ConfigError(
+            f"strategy.start_method={method}: what comes of the run would stay in processes that are gone when it is to "
+            "be reported, and signals would not reach them. Leave it out: popen starts every process by this command."
+        )
     environment = getattr(strategy, "cluster_environment", None)
     started = 1  # from outside
     if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():

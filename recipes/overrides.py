@@ -263,6 +263,7 @@ def _listed(override: Override, config: DictConfig, options_that_set: Callable[[
         listed = [str(k) for k in node.keys() if k not in HYDRA_KEYS and (path or k != "hydra")]
         if "_target_" not in node:
             own = f" To add one of your own: +{where}._target_=CLASS." if path == ["callbacks"] else ""
+            own += f" To choose a class of your own: +{where}=CLASS." * (part == "_target_")
             raise ConfigError(unknown_key(where, listed, f"{'.'.join(path) or 'The configuration'} has") + own)
         try:
             taken, _, _, takes_any, _ = signature_of(str(node["_target_"]))

@@ -326,6 +326,8 @@ REFUSED = {
     "trainer.limit_train_batches=3 trainer.accumulate_grad_batches=2": ["limit_train_batches=3", "Choose 2 or 4"],
     "trainer=cpu_ranks data.batch_size=722 trainer.devices=361": ["361 processes", "360 validation samples"],
     "trainer=cpu_ranks strategy=fsdp2 precision.masters=split": ["masters=split", "masters=fp32, or strategy=ddp"],
+    "trainer=cpu_ranks strategy=ddp strategy.start_method=spawn": ["start_method=spawn: what comes of the run would"],
+    "strategy._target_=torch.nn.Linear": ["To choose a class of your own: +strategy._target_=CLASS"],
     "+callbacks.a._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler callbacks.a.scheduling={4:2}": [
         "data.batch_size is the batch of every step"
     ],
