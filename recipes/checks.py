@@ -305,8 +305,8 @@ def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
         )
     if (method := getattr(strategy, "_start_method", "popen") or "popen") != "popen":
         raise ConfigError(
-            f"strategy.start_method={method}: what comes of the run would stay in processes that are gone when it is to "
-            "be reported, and signals would not reach them. Leave it out: popen starts every process by this command."
+            f"strategy.start_method={method}: what comes of the run would stay in processes that are gone when it is "
+            "to be reported, and signals would not reach them. Leave it out: popen starts each by this command."
         )
     environment = getattr(strategy, "cluster_environment", None)
     started = 1  # from outside

@@ -72,7 +72,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError("its pixels have 32 bits, of which nobody knows what is white")
-    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))  # 65535 -> 255, rounded
+    grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 65535 -> 255, rounded
+    if (clear := image.info.get("transparency")) is not None:  # one of the 65536 values, on white
+        grey[values == clear] = 255
+    return Image.fromarray(grey)
 
 
 class ImageFiles(Images):

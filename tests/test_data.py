@@ -120,6 +120,8 @@ def test_16_bits_are_scaled_not_cut_off(tmp_path: Path, channels: int) -> None:
     png16(tmp_path / "rgb.png", values[..., None].repeat(3, axis=2))
     for name in ("grey.png", "rgb.png"):
         assert read(tmp_path / name, channels, size=4)[0, :, 0].tolist() == [0, 1, 128, 255]
+    Image.fromarray(values).save(tmp_path / "clear.png", transparency=257)
+    assert read(tmp_path / "clear.png", channels, size=4)[0, :, 0].tolist() == [0, 255, 128, 255]
 
 
 def test_images_are_turned_as_the_camera_says(tmp_path: Path) -> None:
