@@ -185,6 +185,10 @@ MISSING = {
     "~experiment": ["~experiment: there must be an experiment.", "Write experiment=NAME."],
     "model=[unet_tiny,dit_tiny]": ["Choose one: model=unet_tiny; to try all, -m model=unet_tiny,dit_tiny."],
     "-m optimizer.lr=interval(1e-4,1e-2)": ["draws from no interval", "optimizer.lr=0.0001,0.01"],
+    "-m hydra/launcher=joblib seed=0,1": [
+        "there is no hydra/launcher 'joblib'",
+        "such as hydra-joblib-launcher",
+    ],
     "-m seed=0,1 hydra.sweep.subdir=same": ["all 2 jobs would write there", "hydra.job.num"],
     "optimizer._partial_=false": ["optimizer.params is missing", "Write optimizer._partial_=true"],
     "optimizer.lr=${oc.env:NOT_SET,0.1}": ["optimizer.lr=0.1", "'0.1' is text", "${oc.decode:${oc.env:NAME}}"],
