@@ -256,6 +256,9 @@ def check_overwriting(callbacks: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: With the file that would be lost.
+
+    Example:
+        >>> check_overwriting({"callbacks.best": ModelCheckpoint(dirpath="checkpoints")})
     """
     for name, callback in callbacks.items():
         if not isinstance(callback, ModelCheckpoint) or callback._enable_version_counter or not callback.dirpath:

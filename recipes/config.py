@@ -169,7 +169,13 @@ def build_all(config: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
 
 
 def build_callbacks(config: dict[str, Any]) -> dict[str, Any]:
-    """The callbacks of a run, by the names that they have in the configuration."""
+    """The callbacks of a run, by the names that they have in the configuration; those that are null are left out.
+
+    Example:
+        >>> mine = {"_target_": "lightning.pytorch.callbacks.LearningRateMonitor"}
+        >>> list(build_callbacks({"callbacks": {"mine": mine, "other": None}}))
+        ['callbacks.mine']
+    """
     named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
     return {name: callback for name, callback in build_all(named, named).items() if callback is not None}
 

@@ -133,6 +133,11 @@ class Remembered:
     Args:
         train: What one would see, and labels.
         num_classes: Of the data.
+
+    Example:
+        >>> images = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+        >>> len(Remembered(LabelledImages(images, torch.zeros(2, dtype=torch.long)), num_classes=1).train)
+        2
     """
 
     train: LabelledImages
@@ -155,6 +160,13 @@ def remembered(data: Any, device: torch.device, batch_size: int, most: int = 2**
 
     Returns:
         The data themselves if their images are in memory already, or would take more than that.
+
+    Example:
+        >>> from recipes.data import SyntheticDataModule
+        >>> data = SyntheticDataModule(image_size=4, channels=3, length=70)
+        >>> data.setup()
+        >>> remembered(data, torch.device("cpu"), batch_size=50).train.images.shape
+        torch.Size([70, 3, 4, 4])
     """
     shape = data.to_images(data.train[0]["image"][None].to(device)).shape
     if isinstance(data.train, LabelledImages) or len(data.train) * math.prod(shape) > most:
