@@ -192,11 +192,30 @@ def check_model(config: dict[str, Any], module: DiffusionModule, shape: tuple[in
             "called with images, noise levels and labels, returns a tensor like the images, and has null_label: the "
             "label that stands for none, which is the number of classes."
         )
+    problems: list[str] = []
     if null_label != classes:
-        raise ConfigError(
+        problems.append(
             f"model has {null_label} classes, the data have {classes}. Choose "
             f"model.num_classes={classes}, or other data."
         )
+    multiple = getattr(module.net, "size_multiple", 1)
+    if odd := [side for side in shape[1:] if side % multiple]:
+        lower = odd[0] // multiple * multiple
+        fits = " or ".join(str(side) for side in (lower, lower + multiple) if side)
+        problems.append(
+            f"model halves images {multiple.bit_length() - 1} times, and {odd[0]} pixels cannot be. Choose images of "
+            f"{fits} pixels (data.image_size, where the data have it), or a model of fewer resolutions "
+            "(model.block_out_channels)."
+        )
+    else:
+        with collected(problems):
+            _check_call(config, module, shape)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_call(config: dict[str, Any], module: DiffusionModule, shape: tuple[int, ...]) -> None:
+    """One call of the network, on a device that computes nothing."""
     image = torch.zeros(1, *shape, device="meta")
     state = {name: value.to("meta") for name, value in module.net.state_dict(keep_vars=True).items()}
     with torch.no_grad(), refusals(config, "model"):
@@ -227,6 +246,29 @@ def check_places(config: dict[str, Any]) -> None:
                         check_writable(f"{where}.{key}", Path(node[key]).absolute())
     if problems:
         raise ConfigError(*problems)
+
+
+def check_overwriting(callbacks: Mapping[str, Any]) -> None:
+    """Refuse checkpoints of a run that starts anew over those of another: a directory that two runs were given.
+
+    Args:
+        callbacks: By the names that they have in the configuration.
+
+    Raises:
+        ConfigError: With the file that would be lost.
+
+    Example:
+        >>> check_overwriting({"callbacks.best": ModelCheckpoint(dirpath="checkpoints")})
+    """
+    for name, callback in callbacks.items():
+        if not isinstance(callback, ModelCheckpoint) or callback._enable_version_counter or not callback.dirpath:
+            continue
+        path = Path(callback.dirpath) / f"{callback.filename}{callback.FILE_EXTENSION}"
+        if path.is_file():
+            raise ConfigError(
+                f"{name}.dirpath={callback.dirpath}: {path} is there already, and would be overwritten. To go on with "
+                f"it, write ckpt_path={path}; to start anew, {name}.dirpath=ANOTHER, or remove the file."
+            )
 
 
 def check_states(callbacks: Mapping[str, Any]) -> None:
@@ -263,6 +305,11 @@ def check_processes(trainer: L.Trainer, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"strategy.process_group_backend=nccl: it connects GPUs, and this run computes on "
             f"{strategy.root_device.type}. Write gloo, or leave it out."
+        )
+    if (method := getattr(strategy, "_start_method", "popen") or "popen") != "popen":
+        raise ConfigError(
+            f"strategy.start_method={method}: what comes of the run would stay in processes that are gone when it is "
+            "to be reported, and signals would not reach them. Leave it out: popen starts each by this command."
         )
     environment = getattr(strategy, "cluster_environment", None)
     started = 1  # from outside

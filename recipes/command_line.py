@@ -103,7 +103,8 @@ def checked(argv: list[str], config_name: str) -> list[str]:
                     _check_directory(config, args.multirun, len(combinations))
                 shared = [] if args.multirun else _earlier_run(config, given)
         with collected(problems):
-            own = processes.shared_directory([*given, *(line.partition("=")[0] for line in shared)], args.multirun)
+            keys = [*given, *(line.partition("=")[0] for line in shared)]
+            own = processes.shared_directory(keys, args.multirun, config_name)
             if not problems and any(line.startswith("hydra.run.dir=") for line in own):
                 _check_directory(compose(name, overrides=extra + first + own, return_hydra_config=True), False, 1)
             shared += own

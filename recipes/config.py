@@ -168,6 +168,18 @@ def build_all(config: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
     return built
 
 
+def build_callbacks(config: dict[str, Any]) -> dict[str, Any]:
+    """The callbacks of a run, by the names that they have in the configuration; those that are null are left out.
+
+    Example:
+        >>> mine = {"_target_": "lightning.pytorch.callbacks.LearningRateMonitor"}
+        >>> list(build_callbacks({"callbacks": {"mine": mine, "other": None}}))
+        ['callbacks.mine']
+    """
+    named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
+    return {name: callback for name, callback in build_all(named, named).items() if callback is not None}
+
+
 def build(config: dict[str, Any], path: str, **arguments: Any) -> Any:
     """Call the constructor that a node names.
 

@@ -18,6 +18,9 @@ from recipes.unet import UNet
 VERSION = "0.36.0"
 """What the configurations say they were written by."""
 
+SAMPLED_BY = ("path", "preconditioning", "sampling_times", "ode", "mix", "predict", "denoise")
+"""What an objective is to samplers."""
+
 Config = dict[str, Any]
 
 
@@ -76,6 +79,14 @@ def scheduler_config(objective: Objective, scale: float) -> tuple[Config, float]
         ValueError: If no scheduler of diffusers samples it.
     """
     shared = {"_diffusers_version": VERSION}
+    kind = next((each for each in (DDPM, EDM, FlowMatching) if isinstance(objective, each)), None)
+    if kind is not None and (
+        own := [name for name in SAMPLED_BY if getattr(type(objective), name) is not getattr(kind, name)]
+    ):
+        raise ValueError(
+            f"{type(objective).__name__} has {' and '.join(own)} of its own, which no scheduler of diffusers has; that "
+            f"of {kind.__name__} would draw other images. Sample it with recipes.sample."
+        )
     if isinstance(objective, DDPM):
         linear = objective.schedule == "linear"
         config: Config = {

@@ -78,6 +78,8 @@ class DiffusionModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Shard the network under FSDP2; once, since Lightning calls this before every stage."""
+        if self._trainer is None:  # `load_from_checkpoint` calls this, too
+            return
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not is_sharded(self):
             policy = self.trainer.precision_plugin.policy  # type: ignore[attr-defined]
             shard_(self, policy, self.device_mesh["data_parallel"])  # type: ignore[index]

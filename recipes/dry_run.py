@@ -22,10 +22,12 @@ from lightning_mixprec.autocast import compute_context
 from lightning_mixprec.layers import swap_layers_
 from lightning_mixprec.processor import slowness
 from recipes import checks, cosine, first_step
-from recipes.config import ConfigError, build, build_all, collected
+from recipes.averages import check_average
+from recipes.config import ConfigError, build, build_all, build_callbacks, collected
 from recipes.diffusion import DiffusionModule
 from recipes.loading import Batch
 from recipes.memory import Memory, count, saved_for_backward, state_bytes, state_bytes_of_a_step
+from recipes.objective_checks import check_labels, check_numbers
 from recipes.run_length import RunLength, run_length
 from recipes.settings import idle_problems
 
@@ -136,6 +138,10 @@ def without_devices(config: dict[str, Any]) -> None:
         length = run_length(trainer)
         # Epochs have a number of steps only where the data are.
         parts["scheduler"] = cosine.for_run(config, length if length.steps else RunLength(steps=1))
+    callbacks: dict[str, Any] = {}
+    with collected(problems):
+        callbacks = build_callbacks(config)
+        checks.check_states(callbacks)
     if problems:
         raise ConfigError(*problems)
     module = DiffusionModule(
@@ -146,6 +152,10 @@ def without_devices(config: dict[str, Any]) -> None:
     size = checks.check_shares(parts["data"], ranks, settings)
     for check in (
         lambda: checks.check_sampler(config, parts["sampler"], module),
+        lambda: check_numbers(config, module.objective, parts["sampler"]),
+        lambda: check_labels(module.objective, int(getattr(module.net, "null_label", 0) or 0)),
+        lambda: checks.check_guidances(callbacks.values(), module),
+        lambda: check_average(parts["ema"], length.steps),
         lambda: first_step.check_optimizer(
             config,
             module,

@@ -19,6 +19,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """After which a run is to end with a checkpoint; the last is sent when the terminal is gone."""
 
 
+def heeded() -> list[signal.Signals]:
+    """Signals to listen for here: under `nohup` the end of the terminal is none of them.
+
+    Example:
+        >>> signal.SIGTERM in heeded()
+        True
+    """
+    return [name for name in SIGNALS if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN]
+
+
 class ValidateAtEnd(L.Callback):
     """Make the last training batch be followed by a validation, whatever interval of batches or epochs is given.
 
@@ -115,9 +125,8 @@ class SaveOnInterruption(L.Callback):
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for name in SIGNALS:
-                if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
-                    signal.signal(name, self._note)
+            for name in heeded():
+                signal.signal(name, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:

@@ -22,19 +22,30 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from recipes import command_line
 from recipes.config import ConfigError, check_targets, fail, plain
 from recipes.denoising import Objective
-from recipes.features import TURNS, FrechetDistance, SmallClassifier, frechet_distance, pixels, train_classifier
+from recipes.features import (
+    TURNS,
+    FrechetDistance,
+    SmallClassifier,
+    frechet_distance,
+    pixels,
+    remembered,
+    train_classifier,
+)
 from recipes.images import count_non_finite
+from recipes.loading import Loader
 from recipes.places import check_writable
 from recipes.randomness import validation_draws
 from recipes.sample import batches
 from recipes.sampler import draw_images
 from recipes.screen import said
 from recipes.trained import guidance_of, open_checkpoint, result_name, sampler_of, weights_of, whole_number
+
+SAMPLES = 1000
+"""Of an evaluation whose name does not say it."""
 
 
 def evaluate(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,12 +65,13 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     net, objective, data = trained.build()
     net = trained.network(net, weights_of(trained.checkpoint, "raw", trained.path), config["device"])
     device = next(net.parameters()).device
-    sampler = sampler_of(config, trained, objective)
+    sampler, solver = sampler_of(config, trained, objective)
     guidance, seed = guidance_of(config, objective, net), whole_number(config, "seed", 0)
     count, batch_size = whole_number(config, "samples", 2), whole_number(config, "batch_size", 1)
     given = config["inception_weights"]
     inception = to_absolute_path(given) if given else None
-    name = f"{result_name(trained, sampler, guidance, seed)}.json"
+    name = result_name(trained, solver, guidance, seed) + f"_samples{count}" * (count != SAMPLES)
+    name += "_inception.json" if given else ".json"
     output = Path(to_absolute_path(config["output"])) if config["output"] else trained.path.with_name(name)
     if output.is_dir():
         raise ConfigError(f"output={output} is a directory. Write output=PATH of a JSON file.")
@@ -80,10 +92,14 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
     raw_loss = validation_loss(net, objective, data)
     net.load_state_dict(trained.state)
     loss = validation_loss(net, objective, data)
-    classifier = train_classifier(data, device)
+    print(said("reading", f"{len(data.train)} training images"), flush=True)
+    seen = remembered(data, device, batch_size)
+    print(said("training", "a small classifier of them"), flush=True)
+    classifier = train_classifier(seen, device)
     metric, network = frechet_distance(classifier, inception, device, data.num_classes)
-    for batch in DataLoader(data.train, batch_size):
-        metric.update(pixels(data, batch["image"].to(device)), real=True)
+    for batch in Loader(seen.train, seen.num_workers, batch_size=batch_size):
+        metric.update(pixels(seen, batch["image"].to(device)), real=True)
+    print(said("drawing", f"{count} samples"), flush=True)
 
     right, bad = 0, 0
     shape: tuple[int, ...] = ()
@@ -96,7 +112,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         metric.update(images, real=False)
     distance = float(metric.compute()) if bad == 0 else None
 
-    validation = DataLoader(data.val, batch_size)
+    validation = Loader(data.val, data.num_workers, batch_size=batch_size)
     real = [(pixels(data, batch["image"].to(device)), batch["label"]) for batch in validation]
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randint(256, (count, *shape), generator=generator, dtype=torch.uint8).split(batch_size)
@@ -120,6 +136,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
         "frechet_distance_validation": of(metric, [images for images, _ in real]),
         "frechet_distance_noise": of(metric, [images.to(device) for images in noise]),
         "frechet_network": network,
+        "frechet_features": metric.num_features,
         "frechet_reference": len(data.train),
         "frechet_validation": len(data.val),
     }
@@ -196,6 +213,13 @@ def show(result: dict[str, Any]) -> None:
     print(said("samples", f"{result['samples']}, {solver}, guidance {result['guidance']:g}, seed {result['seed']}"))
     network = f"in features of: {result['frechet_network']}"
     print(said("distance to", f"{result['frechet_reference']} training images, {network}"))
+    print(said("to compare with", f"distances of {result['samples']} samples alone: fewer are further away"))
+    images = {"samples": "samples", "frechet_reference": "training images", "frechet_validation": "validation images"}
+    if few := [f"{result[key]} {what}" for key, what in images.items() if result[key] <= result["frechet_features"]]:
+        features = result["frechet_features"]
+        words = f"{', '.join(few)} for {features} features: a covariance has not full rank, and the distance is biased."
+        remedy = f" Write samples={max(2048, 5 * features)}." * (result["samples"] <= features)
+        print(said("too few", words + remedy))
 
 
 @hydra.main(version_base="1.3", config_path=str(command_line.CONF), config_name="evaluate")

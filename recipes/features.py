@@ -10,6 +10,8 @@ It leaves out the distance itself, which is torchmetrics'.
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.image.fid import FrechetInceptionDistance
 
 from recipes.config import ConfigError
+from recipes.data import LabelledImages
 from recipes.images import to_uint8
+from recipes.loading import Loader
 
 SEED = 0
 """Of the small classifier, the same for all evaluations, so that they can be compared."""
@@ -97,11 +101,18 @@ def train_classifier(data: Any, device: torch.device, steps: int = 1800, batch_s
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(SEED)
     size = min(batch_size, len(data.train))
-    loader = DataLoader(data.train, batch_size=size, shuffle=True, drop_last=True, generator=generator)
-    for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps):
+    index: Any = range(len(data.train))
+    order: Any = DataLoader(index, batch_size=size, shuffle=True, drop_last=True, generator=generator)
+    rows: list[list[int]] = []
+    turns: list[Tensor] = []
+    for drawn in itertools.islice(itertools.chain.from_iterable(itertools.repeat(order)), steps):
+        rows.append(drawn.tolist())
+        if not data.num_classes:
+            turns.append(torch.randint(len(TURNS), (size,), generator=generator))
+    for step, batch in enumerate(Loader(data.train, data.num_workers, batch_sampler=rows)):
         images, labels = pixels(data, batch["image"].to(device)), batch["label"].to(device)
         if not data.num_classes:
-            labels = torch.randint(len(TURNS), (size,), generator=generator)
+            labels = turns[step]
             images = torch.stack([image.rot90(n, (1, 2)) for image, n in zip(images, labels.tolist(), strict=True)])
         loss = F.cross_entropy(classifier(images), labels.to(device))
         optimizer.zero_grad()
@@ -115,8 +126,69 @@ def pixels(data: Any, samples: Tensor) -> Tensor:
     return to_uint8(data.to_images(samples))
 
 
+@dataclass
+class Remembered:
+    """The training split of a data module as 8-bit images in memory.
+
+    Args:
+        train: What one would see, and labels.
+        num_classes: Of the data.
+
+    Example:
+        >>> images = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+        >>> len(Remembered(LabelledImages(images, torch.zeros(2, dtype=torch.long)), num_classes=1).train)
+        2
+    """
+
+    train: LabelledImages
+    num_classes: int
+    num_workers: int = field(default=0, init=False)
+
+    def to_images(self, samples: Tensor) -> Tensor:
+        """They are images already."""
+        return samples
+
+
+def remembered(data: Any, device: torch.device, batch_size: int, most: int = 2**31) -> Any:
+    """Training images read from their files, and decoded if they are latents, once for all that is to see them.
+
+    Args:
+        data: Data module, set up.
+        device: Where to decode.
+        batch_size: Images at a time.
+        most: Bytes above which they are read again each time.
+
+    Returns:
+        The data themselves if their images are in memory already, or would take more than that.
+
+    Example:
+        >>> from recipes.data import SyntheticDataModule
+        >>> data = SyntheticDataModule(image_size=4, channels=3, length=70)
+        >>> data.setup()
+        >>> remembered(data, torch.device("cpu"), batch_size=50).train.images.shape
+        torch.Size([70, 3, 4, 4])
+    """
+    shape = data.to_images(data.train[0]["image"][None].to(device)).shape
+    if isinstance(data.train, LabelledImages) or len(data.train) * math.prod(shape) > most:
+        return data
+    images, labels = [], []
+    for batch in Loader(data.train, data.num_workers, batch_size=batch_size):
+        images.append(pixels(data, batch["image"].to(device)).cpu())
+        labels.append(batch["label"])
+    return Remembered(LabelledImages(torch.cat(images), torch.cat(labels)), data.num_classes)
+
+
 class FrechetDistance(FrechetInceptionDistance):
-    """torchmetrics' distance, of grey images as well, which Inception takes for colour images without colour."""
+    """torchmetrics' distance, of grey images as well, which Inception takes for colour images without colour.
+
+    Attributes:
+        num_features: Of an image.
+    """
+
+    @property
+    def num_features(self) -> int:
+        """Of the network that it looks through."""
+        return len(self.real_features_sum)
 
     def update(self, imgs: Tensor, real: bool) -> None:
         """Take 8-bit images `(batch, channels, H, W)` of the reference (`real`) or of what is compared with it."""

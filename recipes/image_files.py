@@ -72,7 +72,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError("its pixels have 32 bits, of which nobody knows what is white")
-    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))  # 65535 -> 255, rounded
+    grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 65535 -> 255, rounded
+    if (clear := image.info.get("transparency")) is not None:  # one of the 65536 values, on white
+        grey[values == clear] = 255
+    return Image.fromarray(grey)
 
 
 class ImageFiles(Images):
@@ -206,8 +209,9 @@ class ImagesDataModule(DataModule):
         except FileNotFoundError as error:  # a class without images
             empty = str(error).partition(" for the classes ")[2].partition(".")[0]
             where = f"{root}, class {empty}" if any(class_to_idx) else f"data.directory={root}"
+            remedy = "Add some, remove the folder, or write" if any(class_to_idx) else "Write"
             raise ConfigError(
-                f"{where}: no images ({', '.join(e[1:] for e in IMG_EXTENSIONS)}) in it. Write data.directory=PATH, "
+                f"{where}: no images ({', '.join(e[1:] for e in IMG_EXTENSIONS)}) in it. {remedy} data.directory=PATH, "
                 f"{self.expected}."
             ) from error
 

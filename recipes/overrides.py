@@ -193,11 +193,13 @@ def _unknown_options(override: Override, options: list[str]) -> str:
             f"{override.input_line}: a group takes the name of an option. Choices: {', '.join(options)}. For a class "
             f"of your own write {own}, and each argument as a key like it."
         )
+    plugins = override.key_or_group in ("hydra/launcher", "hydra/sweeper")
+    more = " Others are plugins of Hydra that must be installed, such as hydra-joblib-launcher." * plugins
     for choice in value if isinstance(value, list) else [value]:
         if str(choice) not in options:
             return (
                 f"{override.input_line}: there is no {override.key_or_group} '{choice}'."
-                f"{did_you_mean(str(choice), options)} Choices: {', '.join(options)}."
+                f"{did_you_mean(str(choice), options)} Choices: {', '.join(options)}.{more}"
             )
     return ""
 
@@ -261,6 +263,7 @@ def _listed(override: Override, config: DictConfig, options_that_set: Callable[[
         listed = [str(k) for k in node.keys() if k not in HYDRA_KEYS and (path or k != "hydra")]
         if "_target_" not in node:
             own = f" To add one of your own: +{where}._target_=CLASS." if path == ["callbacks"] else ""
+            own += f" To choose a class of your own: +{where}=CLASS." * (part == "_target_")
             raise ConfigError(unknown_key(where, listed, f"{'.'.join(path) or 'The configuration'} has") + own)
         try:
             taken, _, _, takes_any, _ = signature_of(str(node["_target_"]))

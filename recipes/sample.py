@@ -27,6 +27,9 @@ from recipes.trained import guidance_of, open_checkpoint, result_name, sampler_o
 PICTURES = (".png", ".jpg", ".webp")
 """How the name of a grid may end."""
 
+ROWS = 8
+"""Of a grid, unless `per_class` says how many."""
+
 
 def sample(config: dict[str, Any]) -> None:
     """Load, draw, save, and say what came out.
@@ -41,14 +44,20 @@ def sample(config: dict[str, Any]) -> None:
     trained = open_checkpoint(config)
     net, objective, data = trained.build()
     net = trained.network(net, trained.state, config["device"])
-    sampler = sampler_of(config, trained, objective)
+    sampler, solver = sampler_of(config, trained, objective)
     guidance, seed = guidance_of(config, objective, net), whole_number(config, "seed", 0)
     batch_size = whole_number(config, "batch_size", 1)
     shape, num_classes = trained.made_for(data)
     classes = chosen(config["classes"], num_classes)
     folder = config["count"] is not None
-    count = whole_number(config, "count", 1) if folder else whole_number(config, "per_class", 1) * len(classes)
-    name = result_name(trained, sampler, guidance, seed)
+    if folder and config["per_class"] is not None:
+        raise ConfigError(
+            f"per_class={config['per_class']} are rows of a grid, and count={config['count']} asks for a folder of so "
+            "many images. Leave one of them out."
+        )
+    per_class = ROWS if config["per_class"] is None else whole_number(config, "per_class", 1)
+    count = whole_number(config, "count", 1) if folder else per_class * len(classes)
+    name = result_name(trained, solver, guidance, seed)
     output = trained.run / "samples" / (name if folder else f"{name}.png")
     if config["output"]:
         output = Path(to_absolute_path(config["output"]))

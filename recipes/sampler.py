@@ -163,7 +163,7 @@ class EulerSampler(Sampler):
             raise ValueError(
                 f"{type(self).__name__} integrates over sigma / alpha, which is infinite where sampling of "
                 f"{type(objective).__name__} starts: its schedule ends in noise alone. Choose sampler=ddim or "
-                "sampler=dpmpp_2m, or objective.zero_snr=false."
+                f"sampler=dpmpp_2m{', or objective.zero_snr=false' if hasattr(objective, 'zero_snr') else ''}."
             )
 
     def solve(self, denoise: Estimate, x: Tensor, objective: Objective, times: Tensor) -> Tensor:

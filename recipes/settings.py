@@ -24,6 +24,9 @@ LOGGED = ("train/loss", "train/loss_epoch", "train/skipped_batches", "val/loss",
 LOGGED_BY_CALLBACKS = ("lr-", "scale", "skipped")
 """How names begin that callbacks of the recipes log."""
 
+LESS_IS_BETTER, MORE_IS_BETTER = {"loss", "error", "skipped"}, {"acc", "accuracy"}
+"""Words in the names of metrics that say what a good value is."""
+
 OURS = ("lightning.", "lightning_mixprec.", "recipes.")
 """Where callbacks are defined whose metrics are known."""
 
@@ -78,6 +81,7 @@ def check_settings(config: dict[str, Any]) -> None:
                 "scheduler=constant for none."
             )
     problems += monitor_problems(config)
+    problems += mode_problems(config)
     if problems:
         raise ConfigError(*problems)
 
@@ -136,6 +140,31 @@ def monitor_problems(config: dict[str, Any]) -> list[str]:
         and monitor not in known
         and not monitor.startswith(LOGGED_BY_CALLBACKS)
     ]
+
+
+def mode_problems(config: dict[str, Any]) -> list[str]:
+    """Callbacks and schedules that would keep, stop or slow down by the worst: the largest loss, the least accuracy.
+
+    Other metrics may be meant either way.
+
+    Example:
+        >>> best = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "monitor": "val/loss", "mode": "max"}
+        >>> mode_problems({"callbacks": {"best": best}})
+        ['callbacks.best.mode=max takes the largest val/loss for the best. Write callbacks.best.mode=min.']
+    """
+    nodes = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items() if node}
+    nodes |= {"scheduler": config["scheduler"]} if config.get("scheduler") else {}
+    found = []
+    for name, node in nodes.items():
+        monitor, mode = node.get("monitor"), node.get("mode", "min")  # the default of all that have both
+        if not isinstance(monitor, str) or mode not in ("min", "max"):
+            continue
+        words = {*re.split(r"[^a-z]+", monitor.lower())}
+        if mode == "max" and words & LESS_IS_BETTER and not words & MORE_IS_BETTER:
+            found.append(f"{name}.mode=max takes the largest {monitor} for the best. Write {name}.mode=min.")
+        if mode == "min" and words & MORE_IS_BETTER and not words & LESS_IS_BETTER:
+            found.append(f"{name}.mode=min takes the least {monitor} for the best. Write {name}.mode=max.")
+    return found
 
 
 IDLE = {"gamma": ("weighting", "none"), "P_mean": ("density", "uniform"), "P_std": ("density", "uniform")}

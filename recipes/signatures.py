@@ -117,7 +117,7 @@ def signature_of(target: str) -> Signature:
     try:
         constructor = located(target)
     except Exception as error:  # importing runs arbitrary code
-        raise ValueError(f"{target} cannot be imported: {error}{_near_names(target)}") from error
+        raise ValueError(f"{target} cannot be imported: {error}{_near_names(target) or _where(error)}") from error
     try:
         parameters = inspect.signature(constructor).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature; they are checked when they are called
@@ -174,6 +174,13 @@ def keywords_of(target: str) -> list[str]:
         except (TypeError, ValueError):
             continue
     return found
+
+
+def _where(error: Exception) -> str:
+    """Where a module is looked for that is not there."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return ". A file of your own is looked for in the folder where the command is typed, and in those of PYTHONPATH."
 
 
 def _near_names(target: str) -> str:

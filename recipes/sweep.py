@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,10 +22,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig
 
 from recipes.config import quoted
+from recipes.ending import heeded
 
 RESULT = "result.json"
 """In the directory of every run that ended well, and of every job of a sweep."""
@@ -37,7 +38,9 @@ OWN_TO_SWEEP = ("hydra.mode", "hydra.run.dir", "hydra.sweep", "hydra/sweeper", "
 
 def is_job() -> bool:
     """Whether this is a job of a sweep that has no process of its own yet."""
-    return HydraConfig.initialized() and in_sweep() and not SLURMEnvironment.detect()
+    if not (HydraConfig.initialized() and in_sweep()):
+        return False
+    return not str(HydraConfig.get().launcher._target_).endswith("SlurmLauncher")
 
 
 def in_sweep() -> bool:
@@ -48,7 +51,7 @@ def in_sweep() -> bool:
 def run_job(output_dir: Path) -> float | None:
     """Run this job as one child, keep what came out, and return its validation loss.
 
-    A signal is passed on, so that the job can save a checkpoint; the sweep then ends with the job.
+    A signal after which a run saves a checkpoint is passed on; the sweep then ends with the job.
 
     Args:
         output_dir: The job's directory.
@@ -64,7 +67,7 @@ def run_job(output_dir: Path) -> float | None:
         received.append(number)
         child.send_signal(number)
 
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, pass_on) for number in heeded()}
     try:
         status = child.wait()
     finally:
@@ -74,7 +77,11 @@ def run_job(output_dir: Path) -> float | None:
     outcome = json.loads(path.read_text()) if path.is_file() else {}
     write_result(output_dir, outcome, status)
     if received:
-        collect(Path(config.sweep.dir))
+        collect(sweep_dir := Path(config.sweep.dir).absolute())
+        again = [a for a in sys.argv[1:] if not a.lstrip("+").startswith(("hydra.sweep.dir=", "resume="))]
+        again += [f"hydra.sweep.dir={quoted(sweep_dir)}", "resume=auto"]
+        print(f"\nsweep stopped    in job {config.job.num}. Results: {sweep_dir / 'results.csv'}")
+        print(f"to continue it   {shlex.join(['python', '-m', 'recipes.train', *again])}")
         sys.exit(status)
     return outcome.get("validation_loss")
 

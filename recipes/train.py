@@ -34,7 +34,17 @@ from recipes import checks, command_line, cosine, dry_run, earlier_runs, first_s
 from recipes.averages import check_average, check_snapshots
 from recipes.broken_epochs import BrokenEpochs
 from recipes.checkpoint_file import WholeFiles
-from recipes.config import ConfigError, build, build_all, check_targets, collected, fail, plain, refusals
+from recipes.config import (
+    ConfigError,
+    build,
+    build_all,
+    build_callbacks,
+    check_targets,
+    collected,
+    fail,
+    plain,
+    refusals,
+)
 from recipes.denoising import clip_bounded_images_alone
 from recipes.diffusion import DiffusionModule
 from recipes.ending import SaveOnInterruption, TimeLimit
@@ -111,8 +121,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
     data = parts["data"]
     clip_bounded_images_alone(parts["objective"], config["objective"], data)
     module = DiffusionModule(parts["model"], parts["objective"], parts["optimizer"], seed=seed)
-    named = {f"callbacks.{name}": node for name, node in (config.get("callbacks") or {}).items()}
-    built = {name: callback for name, callback in build_all(named, named).items() if callback is not None}
+    built = build_callbacks(config)
     checks.check_states(built)
     callbacks = list(built.values())
     if not config.get("logger"):  # Lightning refuses a LearningRateMonitor that has nowhere to write to
@@ -142,6 +151,7 @@ def train(config: dict[str, Any], output_dir: Path) -> L.Trainer | None:
         lambda: resume.check_optimizer(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: resume.check_steps(checkpoint, config, ckpt_path) if checkpoint and ckpt_path else None,
         lambda: checks.check_places(config) if trainer.is_global_zero and not dry else None,
+        lambda: checks.check_overwriting(built) if not (checkpoint or dry) and trainer.is_global_zero else None,
         lambda: resume.check_last(config, callbacks, output_dir),
         lambda: checks.check_model(config, module, data.image_shape, data.num_classes),
         lambda: check_sigma_data(module.objective, check_samples(config, data)),

@@ -6,7 +6,8 @@ answers and the same refusals. It leaves out resuming (`recipes.resume`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lightning_mixprec.posthoc import reconstruct
 from lightning_mixprec.profiles import gamma_of, in_words
 from lightning_mixprec.snapshots import Snapshot, read_snapshots
-from recipes.config import ConfigError, build, did_you_mean, refusals
+from recipes.config import ConfigError, build, check_targets, did_you_mean, refusals
 from recipes.denoising import Objective, clip_bounded_images_alone
 from recipes.places import device_of
 from recipes.resume import newest_of, read, refuse_folder
@@ -58,7 +59,9 @@ class Trained:
 
     def build(self) -> tuple[Any, Objective, Any]:
         """Network (without its weights), objective and data module, as configured in the run."""
-        net, objective, data = (build(self.recipe, part) for part in ("model", "objective", "data"))
+        parts = ("model", "objective", "data")
+        check_targets({part: self.recipe[part] for part in parts})  # a class of the user's own may be out of reach
+        net, objective, data = (build(self.recipe, part) for part in parts)
         clip_bounded_images_alone(objective, self.recipe["objective"], data)
         return net, objective, data
 
@@ -85,6 +88,8 @@ class Trained:
 def open_checkpoint(config: dict[str, Any]) -> Trained:
     """The checkpoint and the weights that a command line asks for: `ckpt_path`, `weights` and `sigma_rel`.
 
+    Its configuration says where its data were; `data` says where they are now.
+
     Of `weights`, None are the averaged ones, or the raw ones where the run has no average, which is said.
 
     Raises:
@@ -94,6 +99,9 @@ def open_checkpoint(config: dict[str, Any]) -> Trained:
     checkpoint = read(path)
     if "recipe" not in checkpoint:
         raise ConfigError(f"ckpt_path={path} has no entry 'recipe'. Give a checkpoint that recipes.train wrote.")
+    moved = RunData(**{key: value for key, value in config["data"].items() if key != "_target_"})
+    checkpoint["recipe"]["data"] |= {key: value for key, value in asdict(moved).items() if value is not None}
+    check_targets({"data": checkpoint["recipe"]["data"]})
     choice = config["weights"]
     if choice is None:
         choice = "averaged" if "averaged_state_dict" in checkpoint else "raw"
@@ -182,9 +190,9 @@ def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> 
     states: dict[str, dict[str, Any]] = checkpoint["callbacks"]
     saved = next(state for name, state in states.items() if "MasterWeightAveraging" in name)
     now = saved["n_averaged"]
-    directory = Path(saved.get("snapshot_dir", path.parent.parent / "snapshots"))
-    if not directory.is_dir():  # the run was moved
-        directory = path.parent.parent / "snapshots"
+    directory = path.parent.parent / "snapshots"  # of this very run, wherever it was moved
+    if not directory.is_dir():  # it was given another place for them, or its checkpoints were
+        directory = Path(saved.get("snapshot_dir", directory))
     averages = checkpoint["averaged_state_dicts"]
     snapshots = [Snapshot(now, width, lambda name=name: averages[name]) for name, width in widths.items()]  # type: ignore[misc]
     snapshots += [each for each in read_snapshots(directory, until=now) if each.n_averaged < now]
@@ -194,6 +202,27 @@ def posthoc(checkpoint: dict[str, Any], path: Path, sigma_rel: float | None) -> 
         raise ConfigError(str(error)) from error
     print(f"reconstructed    sigma_rel={sigma_rel} from {len(snapshots)} averages, profile within {distance:.1%}")
     return average
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Stands for the data of the run that a checkpoint comes from, which may have been moved since.
+
+    Args:
+        directory: In place of the run's.
+        shards: In place of the run's.
+        val_shards: In place of the run's.
+        autoencoder: In place of the run's.
+
+    Example:
+        >>> RunData(directory="elsewhere").shards is None
+        True
+    """
+
+    directory: str | None = None
+    shards: str | list[str] | None = None
+    val_shards: str | list[str] | None = None
+    autoencoder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -215,8 +244,8 @@ class RunSampler:
         raise ValueError("sampler=run is for recipes.sample and recipes.evaluate, which have a checkpoint.")
 
 
-def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -> Sampler:
-    """The sampler of the command line, or else the run's own, with `sampler.steps` if it is given.
+def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -> tuple[Sampler, str]:
+    """The sampler of the command line, or else the run's own, with `sampler.steps` if it is given; and its name.
 
     Raises:
         ConfigError: If it cannot be built, or the objective cannot be sampled with it.
@@ -227,20 +256,32 @@ def sampler_of(config: dict[str, Any], trained: Trained, objective: Objective) -
     with refusals({"sampler": node}, "sampler"):
         sampler: Sampler = build({"sampler": node}, "sampler")
         sampler.check(objective)
-    return sampler
+    return sampler, solver_name(
+        sampler, {key: value for key, value in node.items() if key not in ("_target_", "steps")}
+    )
 
 
-def result_name(trained: Trained, sampler: Sampler, guidance: float, seed: int) -> str:
-    """Name of what was drawn or measured, without a suffix: another sampler does not overwrite it.
+def solver_name(sampler: Sampler, arguments: dict[str, Any]) -> str:
+    """What names of files say of a sampler: its class, its steps, and what else it was given.
 
     Example:
         >>> from recipes.sampler import HeunSampler
+        >>> solver_name(HeunSampler(steps=18), {}), solver_name(HeunSampler(steps=5), {"churn": 0.3, "ends": [1, 2]})
+        ('heun18', 'heun5_churn0.3_ends1-2')
+    """
+    given = [f"{key}{re.sub(r'[^0-9A-Za-z.]+', '-', str(value)).strip('-')}" for key, value in arguments.items()]
+    return "_".join([f"{type(sampler).__name__.removesuffix('Sampler').lower()}{sampler.steps}", *given])
+
+
+def result_name(trained: Trained, solver: str, guidance: float, seed: int) -> str:
+    """Name of what was drawn or measured, without a suffix: another sampler does not overwrite it.
+
+    Example:
         >>> trained = Trained(Path("run/checkpoints/last.ckpt"), {}, "averaged", {})
-        >>> result_name(trained, HeunSampler(steps=18), guidance=1.5, seed=0)
+        >>> result_name(trained, "heun18", guidance=1.5, seed=0)
         'last_averaged_heun18_guidance1.5_seed0'
     """
-    solver = type(sampler).__name__.removesuffix("Sampler").lower()
-    return f"{trained.path.stem}_{trained.weights}_{solver}{sampler.steps}_guidance{guidance:g}_seed{seed}"
+    return f"{trained.path.stem}_{trained.weights}_{solver}_guidance{guidance:g}_seed{seed}"
 
 
 def whole_number(config: dict[str, Any], key: str, least: int) -> int:

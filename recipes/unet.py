@@ -254,6 +254,10 @@ class UNet(nn.Module):
             timesteps 0 to 1000; EDM's noise level ln(σ)/4 spans about -1.5 to 1.1, DDPM's and flow matching's 0 to 1.
         checkpointing: Keep no activations inside blocks for backward, and compute them again: less memory, more time.
 
+    Attributes:
+        null_label: Row of `class_embedding` that stands for "no label".
+        size_multiple: Of which the height and width of images must be multiples.
+
     Example:
         >>> net = UNet(in_channels=1, num_classes=10, block_out_channels=[8, 8], norm_num_groups=4)
         >>> net(torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.tensor([3, net.null_label])).shape
@@ -299,6 +303,7 @@ class UNet(nn.Module):
         self.null_label = num_classes
         self.time_scale = time_scale
         self.time_features = channels[0]
+        self.size_multiple = 2 ** (len(channels) - 1)
         self.checkpointing = checkpointing
         temb = 4 * channels[0]
         self.conv_in = nn.Conv2d(in_channels, channels[0], 3, padding=1)
@@ -352,7 +357,7 @@ class UNet(nn.Module):
 
         Args:
             x: Noisy image `(batch, in_channels, H, W)`, scaled by the objective. H and W must be multiples of
-                2 ** (number of resolutions - 1).
+                `size_multiple`.
             noise_level: `(batch,)`, fp32.
             labels: `(batch,)`, int64, 0 to `num_classes`; `null_label` means "no label".
 

@@ -2,13 +2,14 @@
 
 A process takes five seconds of CPU to import Lightning and what Lightning imports, and the suite starts a hundred. This
 file, run as a program, imports them once, before there is any thread, and forks for every line that it is sent. What
-is started has its own arguments, environment, directory, output and exit status, and can be killed; how a fresh
-interpreter starts, `tests/test_docs.py` sees.
+is started has its own arguments, environment, directory, output, exit status and session, and can be killed; how a
+fresh interpreter starts, `tests/test_docs.py` sees. What still runs when the tests end, or are killed, ends with them.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -35,12 +36,9 @@ class Forked:
         command: What stands after `python`: a script, or `-m` and a module, and arguments.
         cwd: Where it runs.
         environment: Beside that of this process, which it has with one thread and with tests and recipes to import.
-        session: Whether it leads a session, and a process group, of its own.
     """
 
-    def __init__(
-        self, *command: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None, session: bool = False
-    ) -> None:
+    def __init__(self, *command: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
         inherited = {key: value for key, value in os.environ.items() if key != "PL_GLOBAL_SEED"}
         paths = [str(ROOT), str(TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
         variables = {**inherited, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
@@ -48,9 +46,7 @@ class Forked:
         os.close(log)
         self._log = Path(name)
         self.returncode: int | None = None
-        self.pid: int = _server().ask(
-            command=[*map(str, command)], cwd=str(cwd), environment=variables, log=name, session=session
-        )
+        self.pid: int = _server().ask(command=[*map(str, command)], cwd=str(cwd), environment=variables, log=name)
 
     @property
     def output(self) -> str:
@@ -102,7 +98,12 @@ class _Server:
             stdout=subprocess.PIPE,
             text=True,
         )
-        atexit.register(self._process.kill)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
     def ask(self, **request: Any) -> Any:
         assert self._process.stdin is not None
@@ -132,24 +133,29 @@ def _serve() -> None:
     _import_what_all_need()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
     replies = os.fdopen(os.dup(1), "w")
+    running: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
             pid, status = os.waitpid(request["ended"], os.WNOHANG)
+            running.discard(pid)
             reply = os.waitstatus_to_exitcode(status) if pid else None
         else:
             reply = os.fork()
             if reply == 0:
                 os._exit(_child(**request))
+            running.add(reply)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+    for pid in running:  # pytest is gone, perhaps killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
-def _child(command: list[str], cwd: str, environment: dict[str, str], log: str, session: bool) -> int:
+def _child(command: list[str], cwd: str, environment: dict[str, str], log: str) -> int:
     """What a fresh interpreter does with `command`, in this process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if session:
-        os.setsid()
+    os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)

@@ -30,7 +30,7 @@ from recipes.hints import mismatch
 from recipes.objective import EDM, FlowMatching
 from recipes.run_length import RunLength
 from recipes.sample_checks import check_samples, check_sigma_data
-from recipes.settings import monitor_problems
+from recipes.settings import mode_problems, monitor_problems
 from recipes.signatures import problems_in, signature_of
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -170,6 +170,10 @@ MISSING = {
     "model=5": ["there is no model '5'"],
     "callbacks.speed=5": ["callbacks.speed=5 builds nothing"],
     "model._target_=recipes.unet.Unet": ["cannot be imported", "Did you mean 'UNet'?"],
+    "model._target_=myne.Net": [
+        "No module named 'myne'. A file of your own is looked for in the folder where",
+        "PYTHONPATH",
+    ],
     "strategy.find_unused_parameters=true": ["unknown key 'strategy.find_unused_parameters'"],
     "experiment=digits_unte": ["there is no experiment 'digits_unte'. Did you mean 'digits_unet'"],
     "--config-dir nowhere": ["--config-dir nowhere: there is no such directory"],
@@ -181,6 +185,10 @@ MISSING = {
     "~experiment": ["~experiment: there must be an experiment.", "Write experiment=NAME."],
     "model=[unet_tiny,dit_tiny]": ["Choose one: model=unet_tiny; to try all, -m model=unet_tiny,dit_tiny."],
     "-m optimizer.lr=interval(1e-4,1e-2)": ["draws from no interval", "optimizer.lr=0.0001,0.01"],
+    "-m hydra/launcher=joblib seed=0,1": [
+        "there is no hydra/launcher 'joblib'",
+        "such as hydra-joblib-launcher",
+    ],
     "-m seed=0,1 hydra.sweep.subdir=same": ["all 2 jobs would write there", "hydra.job.num"],
     "optimizer._partial_=false": ["optimizer.params is missing", "Write optimizer._partial_=true"],
     "optimizer.lr=${oc.env:NOT_SET,0.1}": ["optimizer.lr=0.1", "'0.1' is text", "${oc.decode:${oc.env:NAME}}"],
@@ -228,6 +236,15 @@ IN_VAIN = {
         "callbacks.best.monitor=val/loss, or callbacks.best.save_on_train_epoch_end=true",
         "callbacks.stop.monitor=train/loss_epoch is known after the 11 batches of an epoch, and looked at after 5",
     ],
+    "callbacks.best.mode=max scheduler=plateau scheduler.mode=max": [
+        "callbacks.best.mode=max takes the largest val/loss for the best. Write callbacks.best.mode=min",
+        "scheduler.mode=max takes the largest val/loss",
+    ],
+    "dry_run=meta objective.sigma_max=1e30 objective.label_dropout=1 callbacks.samples.guidance=2": [
+        "objective.sigma_max=1e+30, objective.label_dropout=1: at the time 1e+30 of sampling",
+        "label_dropout=1 leaves no sample its label",
+    ],
+    "dry_run=meta objective.label_dropout=0 callbacks.samples.guidance=2": ["callbacks.samples.guidance=2 needs"],
     "callbacks.best.monitor=null": ["callbacks.last and callbacks.best save at the same times by the same metric"],
     "strategy=ddp strategy.process_group_backend=nccl": ["nccl: it connects GPUs, and this run computes on cpu. Write"],
     "resume=auto callbacks.last.save_weights_only=true": ["no state of the optimizer to go on with. Leave it out"],
@@ -529,6 +546,10 @@ def test_limits_that_are_never_reached_and_metrics_of_other_callbacks_are_taken(
     best = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "monitor": "mine/score"}
     assert len(monitor_problems({"callbacks": {"best": best}})) == 1
     assert monitor_problems({"callbacks": {"best": best, "mine": {"_target_": "mine.Score"}}}) == []
+    right = best | {"monitor": "val/accuracy"}
+    assert mode_problems({"callbacks": {"best": right | {"mode": "max"}, "other": best | {"mode": "max"}}}) == []
+    (problem,) = mode_problems({"callbacks": {"best": right}})
+    assert problem.endswith("mode=min takes the least val/accuracy for the best. Write callbacks.best.mode=max.")
     raw = {"best": best | {"monitor": "val/loss_raw"}}
     assert len(monitor_problems({"callbacks": raw})) == 1
     assert monitor_problems({"callbacks": raw, "ema": {"decay": 0.9}}) == []

@@ -120,6 +120,8 @@ def test_16_bits_are_scaled_not_cut_off(tmp_path: Path, channels: int) -> None:
     png16(tmp_path / "rgb.png", values[..., None].repeat(3, axis=2))
     for name in ("grey.png", "rgb.png"):
         assert read(tmp_path / name, channels, size=4)[0, :, 0].tolist() == [0, 1, 128, 255]
+    Image.fromarray(values).save(tmp_path / "clear.png", transparency=257)
+    assert read(tmp_path / "clear.png", channels, size=4)[0, :, 0].tolist() == [0, 255, 128, 255]
 
 
 def test_images_are_turned_as_the_camera_says(tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ REFUSED_FOLDERS = {
     "empty": (ImagesDataModule, [r"empty: no images \(jpg, jpeg, png", r"Write data.directory=PATH"]),
     "one": (ImagesDataModule, ["one image cannot both train and validate"]),
     "flat": (ImageFolderDataModule, ["no folders in it", "write data=images"]),
-    "hollow": (ImageFolderDataModule, [r"class b: no images"]),
+    "hollow": (ImageFolderDataModule, [r"class b: no images", "Add some, remove the folder, or write"]),
 }
 
 
@@ -730,7 +732,7 @@ def test_signal_to_the_whole_group_leaves_workers_to_the_run(photos: Path, tmp_p
     command = ["recipes.train", *TINY, *PHOTOS, f"data.directory={photos}", "data.batch_size=8", "precision=fp32"]
     command += ["data.num_workers=2", "trainer.max_steps=100000", "trainer.val_check_interval=20", "~callbacks.samples"]
     run = tmp_path / "run"
-    process = forked.Forked("-m", *command, f"hydra.run.dir={run}", cwd=tmp_path, session=True)
+    process = forked.Forked("-m", *command, f"hydra.run.dir={run}", cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120
         while not list(run.glob("checkpoints/step*.ckpt")):
@@ -760,6 +762,10 @@ REFUSALS = {
     "data=webdataset": ["data.shards is missing. Write data.shards=PATH"],
     "data=latents": ["data.directory is missing. Write data.directory=PATH"],
     "data=mnits": ["there is no data 'mnits'", "Did you mean 'mnist'"],
+    "data=synthetic data.image_size=17 data.num_classes=4 data.channels=1": [
+        "model has 10 classes, the data have 4",
+        "model halves images 1 times, and 17 pixels cannot be. Choose images of 16 or 18 pixels",
+    ],
     "data=synthetic": ["model has 10 classes", "it cannot take images of shape [3, 64, 64]"],
 }
 
@@ -769,7 +775,7 @@ def test_missing_data_name_their_remedy(
     override: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli(monkeypatch, *TINY[1:], "hydra.run.dir=run", override) == 2
+    assert cli(monkeypatch, *TINY[1:], "hydra.run.dir=run", *override.split()) == 2
     message = capfd.readouterr().err
     message = message[message.index("error: ") :]
     wanted = REFUSALS[override][-1:] if override == "data=synthetic" else REFUSALS[override]

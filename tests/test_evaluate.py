@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,23 @@ from torch import Tensor
 
 from recipes import command_line, evaluate, export, sample, train
 from recipes.config import ConfigError, build
-from recipes.data import DigitsDataModule, LabelledImages
-from recipes.features import SmallClassifier, frechet_distance, pixels, train_classifier
+from recipes.data import DigitsDataModule, Images, LabelledImages
+from recipes.features import SmallClassifier, frechet_distance, pixels, remembered, train_classifier
 from recipes.images import to_uint8
 from recipes.objective import EDM
 from recipes.randomness import validation_draws
-from recipes.sampler import HeunSampler, check_guidance, draw_images, draw_samples
+from recipes.sampler import EulerSampler, HeunSampler, check_guidance, draw_images, draw_samples
 from recipes.trained import weights_of
 
 CPU = torch.device("cpu")
+
+
+class OwnSampler(EulerSampler):
+    """Of a user, with an argument of its own."""
+
+    def __init__(self, steps: int = 5, churn: float = 0.0) -> None:
+        super().__init__(steps)
+        self.churn = churn
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, program: Any, *arguments: str) -> int:
@@ -157,7 +166,10 @@ def test_weights_are_the_ones_that_were_asked_for(
 @pytest.mark.parametrize(
     ("program", "options", "expected"),
     [
+        (sample, ["ckpt_path=OWN"], "No module named 'myne'. A file of your own is looked for in"),
         (sample, ["count=0"], "count=0 must be a whole number of at least 1"),
+        (sample, ["count=3", "per_class=2"], "per_class=2 are rows of a grid, and count=3 asks for a folder"),
+        (sample, ["per_class=0"], "per_class=0 must be a whole number of at least 1"),
         (sample, ["count=1.5"], "count=1.5 must be a whole number"),
         (sample, ["batch_size=0"], "batch_size=0"),
         (sample, ["seed=-1"], "seed=-1"),
@@ -197,6 +209,11 @@ def test_bad_input_is_refused(
     expected: str,
 ) -> None:
     given = [o.replace("NONE", str(without_average)).replace("RUN", str(run)) for o in options]
+    if "ckpt_path=OWN" in given:
+        saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        saved["recipe"]["model"]["_target_"] = "myne.Net"
+        torch.save(saved, run / "own.ckpt")
+        given = [f"ckpt_path={run}/own.ckpt"]
     path = [] if any(o.startswith("ckpt_path") for o in given) else [last(run)]
     assert cli(monkeypatch, program, *path, *given) == 2
     shown = capfd.readouterr().err
@@ -216,6 +233,47 @@ def test_a_run_without_averages_shows_its_raw_weights(
     monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=5))
     assert cli(monkeypatch, evaluate, path, "samples=10", f"output={tmp_path}/0.json") == 0
     assert json.loads((tmp_path / "0.json").read_text())["weights"] == "raw"
+
+
+def test_data_that_were_moved_are_told_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=2))
+    for number in range(25):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number:02}.png")
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    folder = {"_target_": "recipes.image_files.ImagesDataModule", "directory": "before", "num_workers": 0}
+    saved["recipe"]["data"] = folder | {"image_size": 8, "channels": 1}
+    torch.save(saved, tmp_path / "last.ckpt")
+    arguments = [f"ckpt_path={tmp_path}/last.ckpt", "samples=3", "sampler.steps=1", f"output={tmp_path}/result.json"]
+    assert cli(monkeypatch, evaluate, *arguments) == 2
+    assert "data.directory=before: there is no directory" in capfd.readouterr().err
+    assert cli(monkeypatch, evaluate, *arguments, f"data.directory={tmp_path}", "data.shards=x") == 2
+    assert "unknown key 'data.shards'. recipes.image_files.ImagesDataModule takes" in capfd.readouterr().err
+    assert cli(monkeypatch, evaluate, *arguments, f"data.directory={tmp_path}") == 0
+    assert json.loads((tmp_path / "result.json").read_text())["frechet_reference"] == 23
+
+
+def test_snapshots_are_those_of_the_run_that_was_moved_not_of_another_in_its_old_place(
+    monkeypatch: pytest.MonkeyPatch, run: Path, tmp_path: Path
+) -> None:
+    moved, old = tmp_path / "moved", tmp_path / "old"
+    shutil.copytree(run, moved)
+    shutil.copytree(run / "snapshots", old)
+    for path in old.iterdir():  # of another run
+        other = torch.load(path, weights_only=True)
+        other["averages"] = {
+            profile: {name: value + 1 for name, value in average.items()}
+            for profile, average in other["averages"].items()
+        }
+        torch.save(other, path)
+    saved = torch.load(moved / "checkpoints" / "last.ckpt", weights_only=True)
+    next(state for name, state in saved["callbacks"].items() if "Averaging" in name)["snapshot_dir"] = str(old)
+    path = moved / "checkpoints" / "last.ckpt"
+    torch.save(saved, path)
+    found, expected = (weights_of(saved, "posthoc", each, 0.07) for each in (path, run / "checkpoints" / "last.ckpt"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_sampler_that_does_not_fit_the_objective_is_refused(
@@ -269,7 +327,7 @@ def test_evaluation_is_what_plain_loops_give(
     monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=60))
     assert cli(monkeypatch, evaluate, last(run), "samples=90", "guidance=1.5", "seed=3", "batch_size=40") == 0
     shown = capfd.readouterr().out
-    result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3.json").read_text())
+    result = json.loads((run / "checkpoints" / "last_averaged_ddim5_guidance1.5_seed3_samples90.json").read_text())
 
     net, objective = network(run)
     raw, _ = network(run, "state_dict")
@@ -335,11 +393,25 @@ def test_bad_samples_are_counted_and_not_measured(
     saved["averaged_state_dict"]["net.conv_out.bias"].fill_(torch.nan)
     torch.save(saved, tmp_path / "bad.ckpt")
     assert cli(monkeypatch, evaluate, f"ckpt_path={tmp_path}/bad.ckpt", "samples=10", "sampler.steps=2") == 0
-    result = json.loads((tmp_path / "bad_averaged_ddim2_guidance1_seed0.json").read_text())
+    result = json.loads((tmp_path / "bad_averaged_ddim2_guidance1_seed0_samples10.json").read_text())
     assert result["non_finite_samples"] == 10
     assert result["frechet_distance"] is result["validation_loss"] is None
     assert result["validation_loss_raw"] > 0
     assert "not finite" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "few"), [(40, "40 samples for 64 features"), (70, "")])
+def test_a_distance_of_fewer_images_than_features_is_said_to_be_none(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path, count: int, few: str
+) -> None:
+    monkeypatch.setattr(evaluate, "train_classifier", partial(train_classifier, steps=2))
+    options = [f"samples={count}", "sampler.steps=1", f"output={tmp_path}/result.json"]
+    assert cli(monkeypatch, evaluate, last(run), *options) == 0
+    shown = capfd.readouterr().out
+    assert f"distances of {count} samples alone" in shown
+    assert few in shown
+    assert ("too few" in shown) == ("Write samples=2048" in shown) == bool(few)
+    assert json.loads((tmp_path / "result.json").read_text())["frechet_features"] == 64
 
 
 def test_without_classes_the_classifier_tells_how_images_are_turned() -> None:
@@ -365,10 +437,14 @@ def test_another_sampler_does_not_overwrite_the_results_of_one(
     where = tmp_path / "run" / "checkpoints"
     where.mkdir(parents=True)
     (where / "last.ckpt").write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
-    for options in ([], ["sampler.steps=3"], ["sampler=euler", "sampler.steps=3"]):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    own = ["sampler._target_=test_evaluate.OwnSampler", "sampler.steps=3"]
+    others = ([*own, "sampler.churn=0.3"], [*own, "sampler.churn=0.5"])
+    for options in ([], ["sampler.steps=3"], ["sampler=euler", "sampler.steps=3"], *others):
         assert cli(monkeypatch, sample, f"ckpt_path={where}/last.ckpt", "per_class=1", *options) == 0
     names = {path.name for path in (tmp_path / "run" / "samples").iterdir()}
-    assert names == {f"last_averaged_{name}_guidance1_seed0.png" for name in ("ddim5", "ddim3", "euler3")}
+    own = [f"own3_churn{churn}" for churn in (0.3, 0.5)]
+    assert names == {f"last_averaged_{name}_guidance1_seed0.png" for name in ("ddim5", "ddim3", "euler3", *own)}
 
 
 def test_the_name_of_the_only_profile_means_its_average(run: Path) -> None:
@@ -397,6 +473,32 @@ def test_the_classifier_is_a_function_of_the_data(small: tuple[SmallClassifier, 
     with torch.no_grad():
         right = (classifier(to_uint8(data.val.images)).argmax(1) == data.val.labels).double().mean()
     assert right > 0.5
+
+
+def test_images_are_read_once_for_all_that_is_to_see_them(small: tuple[SmallClassifier, DigitsDataModule]) -> None:
+    """Files cost more to read than to look at, and latents to decode."""
+    classifier, data = small
+
+    class Files(Images):
+        reads = 0
+
+        def __len__(self) -> int:
+            return len(data.train)
+
+        def read(self, row: int) -> tuple[Tensor, int]:
+            Files.reads += 1
+            return data.train.read(row)
+
+    of_files = DigitsDataModule()
+    of_files.setup()
+    of_files.train = Files()  # type: ignore[assignment]
+    again = train_classifier(remembered(of_files, CPU, batch_size=100), CPU, steps=60)
+    assert len(data.train) <= Files.reads <= len(data.train) + 1  # and one for its form
+    images = to_uint8(data.val.images[:50])
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), classifier(images), rtol=0, atol=1e-4)
+    assert remembered(of_files, CPU, 100, most=1000) is of_files
+    assert remembered(data, CPU, 100) is data
 
 
 def test_samples_that_are_no_images_are_decoded_first(small: tuple[SmallClassifier, DigitsDataModule]) -> None:

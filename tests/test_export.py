@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes import command_line, export
+from recipes.objective import EDM, FlowMatching
 from recipes.sampler import DDIMSampler, DPMPP2MSampler, EulerSampler, guided
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,6 +216,34 @@ def test_a_dit_is_exported_as_it_is(
     again.load_state_dict(load_file(tmp_path / "out" / "network" / "diffusion_pytorch_model.safetensors"), strict=True)
     with torch.no_grad():
         assert torch.equal(again(NOISE, torch.ones(3), LABELS), net(NOISE, torch.ones(3), LABELS))
+
+
+class Tempered(FlowMatching):
+    """Of a user: only other training times, which no sampler sees."""
+
+    def times(self, normal: Tensor) -> Tensor:
+        return torch.sigmoid(normal * 2)
+
+
+class Straight(EDM):
+    """Of a user: other noise levels in sampling."""
+
+    def sampling_times(self, steps: int) -> list[float]:
+        return [self.sigma_max * (1 - i / steps) for i in range(steps + 1)]
+
+
+def test_an_objective_of_ones_own_is_exported_only_as_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for name, status in (("Tempered", 0), ("Straight", 2)):
+        (tmp_path / name).mkdir()
+        make_checkpoint(tmp_path / name, UNET, {"_target_": f"test_export.{name}"})
+        assert cli(monkeypatch, tmp_path / name) == status
+    assert "Straight has sampling_times of its own, which no scheduler of diffusers has" in capfd.readouterr().err
+    scheduler = json.loads((tmp_path / "Tempered" / "out" / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["_class_name"] == "FlowMatchEulerDiscreteScheduler"
+    assert not (tmp_path / "Straight" / "out").exists()
 
 
 @pytest.mark.parametrize("model", [UNET, THEIRS])

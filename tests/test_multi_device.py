@@ -23,10 +23,12 @@ from launch import launch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from test_recipes import ROOT, assert_same, checkpoint, cli, events, scalars
 
+from recipes import command_line
+from recipes.config import ConfigError
 from recipes.data import DigitsDataModule
 from recipes.loading import even_batches
 from recipes.objective import EDM
-from recipes.randomness import validation_draws
+from recipes.randomness import SHUFFLE, keyed_generator, validation_draws
 from recipes.unet import UNet
 
 TINY = ["model=unet_tiny", "sampler.steps=2", "callbacks.samples.per_class=1", "trainer.log_every_n_steps=1"]
@@ -51,6 +53,10 @@ def work(directory: Path) -> None:
 
     for strategy in ("ddp", "fsdp2"):
         run(strategy, f"strategy={strategy}", *probe(directory / f"{strategy}_drawn"))
+    # On with other batches, in the middle of the epoch.
+    ddp = [f"ckpt_path={directory}/ddp/checkpoints/last.ckpt", "trainer.max_steps=6"]
+    others = ["data.batch_size=64", "trainer.accumulate_grad_batches=2"]
+    run("others", "strategy=ddp", *ddp, *others, *probe(directory / "others_drawn"))
     accumulate = ["trainer.accumulate_grad_batches=2", "trainer.max_steps=2"]
     run("accumulated", *accumulate, *probe(directory / "accumulated_drawn"))
 
@@ -190,6 +196,20 @@ def test_a_preempted_run_resumes_bit_for_bit_by_the_same_command(pair: Path) -> 
         assert_same(whole[entry], resumed[entry], entry)
 
 
+def test_with_other_batches_ranks_go_on_with_the_images_that_none_has_seen(pair: Path) -> None:
+    """Two steps of 64 after four of 128, each of two batches of 16 on each rank."""
+    assert statuses(pair, "others") == [0, 0]
+    (order,) = torch.randperm(1437, generator=keyed_generator(SHUFFLE, 0, 0)).split(1437)
+    seen: dict[int, list[int]] = {}
+    for batch in (batch for rank in range(2) for batch in drawn(pair / "others_drawn", rank)):
+        assert len(batch["index"]) == 16
+        seen.setdefault(batch["step"], []).extend(batch["index"].tolist())
+    assert {step: sorted(rows) for step, rows in seen.items()} == {
+        4: sorted(order[512:576].tolist()),
+        5: sorted(order[576:640].tolist()),
+    }
+
+
 def test_a_slurm_job_is_requeued_and_finds_itself(pair: Path) -> None:
     """SIGUSR1 on rank 1 of an FSDP2 run: a checkpoint, one requeue, the same directory, the same end."""
     assert statuses(pair, "slurm_stopped") == [128 + signal.SIGUSR1, 0]
@@ -306,6 +326,8 @@ REFUSED = {
     "trainer.limit_train_batches=3 trainer.accumulate_grad_batches=2": ["limit_train_batches=3", "Choose 2 or 4"],
     "trainer=cpu_ranks data.batch_size=722 trainer.devices=361": ["361 processes", "360 validation samples"],
     "trainer=cpu_ranks strategy=fsdp2 precision.masters=split": ["masters=split", "masters=fp32, or strategy=ddp"],
+    "trainer=cpu_ranks strategy=ddp strategy.start_method=spawn": ["start_method=spawn: what comes of the run would"],
+    "strategy._target_=torch.nn.Linear": ["To choose a class of your own: +strategy._target_=CLASS"],
     "+callbacks.a._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler callbacks.a.scheduling={4:2}": [
         "data.batch_size is the batch of every step"
     ],
@@ -345,6 +367,7 @@ SLURM |= {"SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
         (TORCHRUN, [], "hydra.run.dir=outputs/NAME"),  # without torchrun's own store, nothing to agree in
         ({"NODE_RANK": "0"}, [], "hydra.run.dir=outputs/NAME"),
         (TORCHRUN, ["-m", "seed=1,2"], "every process would run the whole sweep"),
+        (SLURM, ["-m", "seed=1,2"], "every process would run the whole sweep"),
         (TORCHRUN, ["hydra.run.dir=RUN"], "trainer.devices=1: 2 processes were started, and each would train alone"),
         (SLURM, ["hydra.run.dir=RUN"], "trainer.devices=1: 2 processes were started, and each would train alone"),
         (SLURM, ["hydra.run.dir=RUN", "trainer.devices=3"], "trainer.devices=3 and trainer.num_nodes=1"),
@@ -378,6 +401,36 @@ def test_steps_of_one_slurm_job_have_directories_of_their_own(monkeypatch: pytes
     assert names == ["slurm_17", "slurm_17_1"]
     monkeypatch.setenv("SLURM_PROCID", "3")  # rank 0 alone writes Hydra's record
     assert shared_directory(["hydra.run.dir"], sweep=False) == ["hydra.output_subdir=null"]
+
+
+@pytest.mark.parametrize(
+    "program", ["sample", "evaluate", "export", "encode", "train_autoencoder", "audit", "benchmark"]
+)
+def test_programs_of_one_process_run_in_a_batch_job_and_refuse_several_tasks(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert command_line.checked([], program) == []  # in the batch script, of a job with two tasks
+    for changed in ({"SLURM_STEP_ID": "0"}, {"SLURM_PROCID": "1"}, TORCHRUN):  # by srun, or torchrun
+        with monkeypatch.context() as patch:
+            for name, value in changed.items():
+                patch.setenv(name, value)
+            with pytest.raises(ConfigError, match=f"recipes.{program} is one process, and 2 were started"):
+                command_line.checked([], program)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert command_line.checked([], program) == []
+
+
+def test_a_sweep_in_a_slurm_job_of_one_task_is_one_on_this_machine(tmp_path: Path) -> None:
+    one = SLURM | {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    sweep = ["-m", "trainer.max_steps=1", "seed=3", "trainer.accelerator=cpu", f"hydra.sweep.dir={tmp_path}/s"]
+    process = start(["recipes.train", "precision=fp32", *sweep, *TINY, *FEW], tmp_path, **one)
+    shown = finish(process)
+    assert process.returncode == 0, shown[-3000:]
+    assert "1 of 1 jobs ended well" in shown
+    assert_one_run(tmp_path / "s" / "0", step=1)
 
 
 if __name__ == "__main__":

@@ -496,6 +496,13 @@ def test_checkpoint_is_plain(bf16_run: Path) -> None:
         UNet(1, 10, [8, 16]).load_state_dict({k.removeprefix("net."): v for k, v in saved[entry].items()})
 
 
+def test_lightning_loads_a_module_from_a_checkpoint(bf16_run: Path) -> None:
+    """Without a Trainer, and with the raw weights."""
+    parts = {"net": UNet(1, 10, [8, 16]), "objective": EDM(), "optimizer": torch.optim.AdamW}
+    module = DiffusionModule.load_from_checkpoint(bf16_run / "checkpoints" / "last.ckpt", **parts)
+    assert_same(dict(module.state_dict()), checkpoint(bf16_run)["state_dict"], "state_dict")
+
+
 def test_validation_loss_is_the_exact_mean_under_averaged_weights(fp32_run: Path) -> None:
     logged = list(scalars(fp32_run, "val/loss").values())
     assert len(logged) == 3  # after 10 and 20 batches, and at the end

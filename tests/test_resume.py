@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import forked
 import pytest
 import torch
 from few_digits import FEW
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_recipes import ROOT, assert_same, checkpoint, cli, scalars, signalled
 
-from recipes import audit, processes, resume, train, trained
+from recipes import audit, command_line, processes, resume, train, trained
 from recipes.checkpoint_file import WholeFiles
 from recipes.config import ConfigError
 from recipes.diffusion import DiffusionModule
@@ -269,11 +271,11 @@ def test_a_run_whose_time_was_over_goes_on_with_its_time_anew(
 
     monkeypatch.setattr(TimeLimit, "time_elapsed", a_second_per_question)
     steps = []
-    for time in ("00:00:00:03", "00:00:00:04", "00:00:00:04"):  # of the command: any other is the same run
-        assert cli(monkeypatch, *quick, f"trainer.max_time={time}") == 0
+    for limit in ("00:00:00:03", "00:00:00:04", "00:00:00:04"):  # of the command: any other is the same run
+        assert cli(monkeypatch, *quick, f"trainer.max_time={limit}") == 0
         (run,) = (tmp_path / "outputs" / "digits_unet").iterdir()
         steps.append(json.loads((run / "result.json").read_text())["steps"])
-        ended = f"at the end of trainer.max_time={time}: resume=auto goes on"
+        ended = f"at the end of trainer.max_time={limit}: resume=auto goes on"
         assert (ended in capfd.readouterr().out) == (steps[-1] < 9)
     assert steps == [3, 7, 9]
     for entry in STATE:
@@ -409,6 +411,31 @@ def test_results_are_those_of_the_configuration_beside_them(
     assert "0.5" not in (run.parent / "results.csv").read_text()
 
 
+def test_a_sweep_whose_terminal_is_closed_saves_its_job_and_goes_on_by_the_command_shown(tmp_path: Path) -> None:
+    options = ["precision=fp32", "trainer.max_steps=100000", "trainer.val_check_interval=4", "seed=0,1"]
+    options += [f"hydra.sweep.dir='{tmp_path}/a b'"]
+    sweep = forked.Forked("-m", "recipes.train", "-m", *TINY, *FEW, *options, cwd=tmp_path)
+    last = tmp_path / "a b" / "0" / "checkpoints" / "last.ckpt"
+    try:
+        for _ in range(600):
+            if last.exists():
+                break
+            time.sleep(0.1)
+        sweep.send_signal(signal.SIGHUP)
+        assert sweep.wait(timeout=60) == 128 + signal.SIGHUP, sweep.output[-3000:]
+    finally:
+        sweep.kill()
+    step = torch.load(last, weights_only=True)["global_step"]
+    assert f"{last}, of step {step}\n" in sweep.output
+    assert [path.name for path in last.parents[2].iterdir() if path.is_dir()] == ["0"]
+    with (tmp_path / "a b" / "results.csv").open() as file:
+        assert [(row["job"], row["status"]) for row in csv.DictReader(file)] == [("0", "129")]
+    shown = next(line for line in sweep.output.splitlines() if line.startswith("to continue it   python "))
+    again = shlex.split(shown)[4:]
+    assert again == ["-m", "recipes.train", "-m", *TINY, *FEW, *options, "resume=auto"]
+    assert command_line.checked(again[2:], "train")
+
+
 def test_a_run_that_would_begin_in_the_directory_of_another_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -422,9 +449,32 @@ def test_a_run_that_would_begin_in_the_directory_of_another_is_refused(
         assert f"{run}/checkpoints/last.ckpt is there already, and would be overwritten" in message
         assert "resume=auto" in message
         assert contents(run.parent) == before
-    monkeypatch.setattr(processes, "shared_directory", lambda keys, sweep: [f"hydra.run.dir={run}"])  # as SLURM's
+    monkeypatch.setattr(processes, "shared_directory", lambda *_: [f"hydra.run.dir={run}"])  # as SLURM's
     assert cli(monkeypatch, *anew) == 2
     assert contents(run.parent) == before
+
+
+def test_checkpoints_of_another_run_in_a_directory_given_to_both_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = [*TINY, *FEW, "precision=fp32", "logger=none", "trainer.max_steps=1", "trainer.val_check_interval=1"]
+    command += [f"callbacks.last.dirpath={tmp_path}/mount", f"callbacks.best.dirpath={tmp_path}/mount"]
+    assert cli(monkeypatch, *command, f"hydra.run.dir={tmp_path}/a") == 0
+    saved = (tmp_path / "mount" / "last.ckpt").read_bytes()
+    assert cli(monkeypatch, *command, f"hydra.run.dir={tmp_path}/b") == 2
+    assert f"callbacks.last.dirpath={tmp_path}/mount: {tmp_path}/mount/last.ckpt is there" in capfd.readouterr().err
+    assert (tmp_path / "mount" / "last.ckpt").read_bytes() == saved
+    more = [f"ckpt_path={tmp_path}/mount/last.ckpt", "trainer.max_steps=2"]
+    assert cli(monkeypatch, *command, *more, f"hydra.run.dir={tmp_path}/b") == 0
+
+
+def test_runs_and_sweeps_that_start_in_the_same_second_have_their_own_directories() -> None:
+    with initialize_config_dir(str(command_line.CONF), version_base="1.3"):
+        configs = [compose("train", return_hydra_config=True) for _ in range(2)]
+    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+        first, second = (OmegaConf.select(config, key) for config in configs)
+        assert first != second
+        assert len(Path(first).parts) == 3
 
 
 def test_a_run_killed_after_its_last_checkpoint_keeps_its_result(

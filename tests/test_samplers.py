@@ -192,6 +192,16 @@ def test_samplers_solve_the_ode_of_gaussian_data(sampler: Any, objective: Object
     assert errors[1] < errors[0] / 2.4
 
 
+def test_an_objective_without_zero_snr_is_not_told_to_leave_it_out() -> None:
+    class Straight(EDM):
+        def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
+            sigma = time / self.sigma_max
+            return 1 - sigma, sigma
+
+    with pytest.raises(ValueError, match=r"Choose sampler=ddim or sampler=dpmpp_2m\.$"):
+        EulerSampler().check(Straight())
+
+
 def test_ddim_and_euler_take_the_same_steps() -> None:
     for objective in (EDM(), DDPM("v", "linear"), FlowMatching()):
         results = [ours(sampler(12), objective, Network(), noise()) for sampler in (DDIMSampler, EulerSampler)]
