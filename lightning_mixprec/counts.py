@@ -61,8 +61,11 @@ class Counts:
         for holder in holders:
             now = _numbers(holder)
             ended = self._ended.setdefault(id(holder), now)
-            names = [key for key in {**now, **ended} if not isinstance(now.get(key), Tensor)]  # they may be far away
-            self.differing |= {key for key in names if now.get(key) != ended.get(key)}
+            for key in {**now, **ended}:
+                pair = (now.get(key), ended.get(key))
+                # Flags may tell whether the part had a gradient; tensors may be far away.
+                if any(isinstance(each, (int, float)) and not isinstance(each, bool) for each in pair):
+                    self.differing |= {key} if pair[0] != pair[1] else set()
 
 
 def _numbers(holder: Mapping[str, Any]) -> dict[str, Any]:
