@@ -6,8 +6,10 @@ place of the module's parameters, and afterwards they hold the parameters again.
 * kernel: torch's fused Adam kernel, called for one bucket after the other while the bucket is in the cache.
 * flat: a bucket is one tensor, a few buckets make one call. For optimizers whose update is elementwise.
 * shaped: likewise, with one tensor for each parameter. For those that look at a whole tensor (Muon, Adafactor).
-* whole: one call with everything. For those that keep state for a group or across parameters; needs standing fp32
-  masters.
+* counted: likewise, but of all parameters, whether they have a gradient or not. For those that count steps for a whole
+  group, or move weights by their momentum alone, where fp32 masters do not stand.
+* whole: one call with everything. For those that keep other state for a group, or look across parameters; needs
+  standing fp32 masters.
 
 What it leaves out: which way an optimizer can go (:mod:`lightning_mixprec.probe`), how a bucket's state becomes one
 flat state (:mod:`lightning_mixprec.bucket_state`) and the memory behind it (:mod:`lightning_mixprec.storage`).
@@ -26,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_mixprec.bucket_state import BucketState, widen
+from lightning_mixprec.counts import Counts
 from lightning_mixprec.exchange import Exchange, holding, take_replaced, without_work
 from lightning_mixprec.fused_adam import FusedAdam, has_fused_kernel
 from lightning_mixprec.layout import Homes, Layout, Layouts, shares
@@ -49,7 +52,7 @@ class Borrower:
         masters: How these are stored.
 
     Attributes:
-        way: ``"kernel"``, ``"flat"``, ``"shaped"`` or ``"whole"``.
+        way: ``"kernel"``, ``"flat"``, ``"shaped"``, ``"counted"`` or ``"whole"``.
 
     Raises:
         ValueError: If the optimizer cannot be stepped with the way that the masters are stored, or at all; names it.
@@ -119,6 +122,8 @@ class Borrower:
                     f"masters={self._masters!r} steps on a part of the weights at a time, which "
                     f"{type(self.optimizer).__name__} cannot do: {reason}. Use masters='fp32'."
                 )
+            if way == "counted" and self._masters == "fp32":
+                way = "whole"  # right whatever comes later, and no dearer where all fp32 values are there
             self._known = len(self.optimizer.param_groups), way
         return way
 
@@ -149,8 +154,17 @@ class Borrower:
     ) -> Any:
         """One step; see :meth:`lightning_mixprec.master.MasterWeights.step`."""
         self._edited = edited
-        with self._guard.lifted():
-            return self._step(call, inverse_scale, skip)
+        try:
+            with self._guard.lifted():
+                return self._step(call, inverse_scale, skip)
+        except RuntimeError as error:
+            if "grad_fn" not in str(error):
+                raise
+            raise ValueError(
+                f"{self._class.__name__} differentiates gradients in its step, as after a backward with "
+                "create_graph=True, and the fp32 gradients that it is given for 16-bit weights have no graph. Use "
+                "MasterWeightPrecision('fp32'), or an optimizer that needs no second derivatives."
+            ) from error
 
     def _refuse_halfway(self, _: Optimizer) -> None:
         if self._halfway:
@@ -199,7 +213,7 @@ class Borrower:
         inverse_scale: Tensor | None,
         _: Tensor | None,
     ) -> Any:
-        scratch = Scratch()
+        scratch, counts = Scratch(), Counts(self.optimizer)
         on_cpu = any(bucket.half.device.type == "cpu" for layout in layouts for bucket in layout.places)
         limit = _FLAT_CALL_ELEMENTS_ON_CPU if on_cpu and self.way == "flat" else _CALL_ELEMENTS
         result = None
@@ -207,19 +221,30 @@ class Borrower:
         try:
             for group, own, buckets in shares(groups, layouts, limit):
                 with ExitStack() as loans:
-                    lent = [param for param in own if param.grad is not None]
+                    lent = [param for param in own if param.grad is not None or self.way == "counted"]
                     self._homes.gradients.unscale(lent, inverse_scale)
                     for bucket, places in buckets:
                         lent += loans.enter_context(self._lend(group, bucket, places, scratch, inverse_scale))
                     loans.enter_context(holding(group, lent))
                     if lent:
                         self.optimizer.param_groups[:] = [group]
+                        if self.way == "counted":
+                            loans.enter_context(counts.call(group))
                         result = call()
                 scratch.reset()
+                self._refuse_differing(counts)
         finally:
             self.optimizer.param_groups[:] = groups
             self._halfway = False
         return result
+
+    def _refuse_differing(self, counts: Counts) -> None:
+        if counts.differing:
+            raise RuntimeError(
+                f"{self._class.__name__} is stepped on a part of the weights at a time, and what it keeps for a whole "
+                f"group ({', '.join(map(repr, sorted(counts.differing)))}) has come to depend on the part. Go on from "
+                "the last checkpoint with masters='fp32'."
+            )
 
     def _step_by_kernel(
         self,
@@ -254,9 +279,12 @@ class Borrower:
     ) -> Iterator[list[nn.Parameter]]:
         """Fp32 parameters for the optimizer to step on; afterwards their values and state go back to where they live.
 
-        Yields nothing to step on where no gradient is there.
+        Yields nothing to step on where no gradient is there, but to optimizers that may count on without one, or move
+        a weight by its momentum.
         """
-        params = [param for param in (bucket.params[place] for place in places) if param.grad is not None]
+        params = [bucket.params[place] for place in places]
+        if self.way != "counted":
+            params = [param for param in params if param.grad is not None]
         if not params:
             yield []
             return

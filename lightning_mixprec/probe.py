@@ -14,14 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from textwrap import shorten
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-Way: TypeAlias = Literal["flat", "shaped", "whole"]
+from lightning_mixprec.counts import Counts
+
+Way: TypeAlias = Literal["flat", "shaped", "counted", "whole"]
+_ORDER: list[Way] = ["flat", "shaped", "counted", "whole"]
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
@@ -61,6 +64,9 @@ def classify(optimizer: Optimizer) -> tuple[Way, str]:
     Returns:
         The way, and for ``"whole"`` the reason in words.
 
+    Raises:
+        LossAskedTwice: If it has no way.
+
     Example:
         >>> weight = nn.Parameter(torch.ones(2, 2))
         >>> classify(torch.optim.AdamW([weight]))[0], classify(torch.optim.Adafactor([weight]))[0]
@@ -73,15 +79,19 @@ def classify(optimizer: Optimizer) -> tuple[Way, str]:
                 # Eager: optimizers that compile their step (torchao's) would compile it for the trial tensors.
                 with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                     ways.append(_classify_group(optimizer, index))
+            except LossAskedTwice:
+                raise
             except Exception as error:  # whatever an optimizer dislikes about being tried, it is its own business
-                said = shorten(f"{type(error).__name__}: {error}", 120)  # a KeyError prints a whole parameter
-                ways.append(("whole", f"it could not be tried on small tensors ({said})"))
+                ways.append(("whole", f"it could not be tried on small tensors ({_said(error)})"))
     if len(ways) > 1 and not type(optimizer).__module__.startswith("torch.optim.") and ways[0][0] != "whole":
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if _looks_across_groups(optimizer):
                 ways.append(("whole", "a step on one parameter group depends on the others"))
-    order = ["flat", "shaped", "whole"]
-    return max(ways, key=lambda way: order.index(way[0]), default=("flat", ""))
+    return max(ways, key=lambda way: _ORDER.index(way[0]), default=("flat", ""))
+
+
+def _said(error: Exception) -> str:
+    return shorten(f"{type(error).__name__}: {error}", 120)  # a KeyError prints a whole parameter
 
 
 def _classify_group(optimizer: Optimizer, index: int) -> tuple[Way, str]:
@@ -94,20 +104,34 @@ def _classify_group(optimizer: Optimizer, index: int) -> tuple[Way, str]:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in shapes]
     # Large and different gradients, so that a norm or a clip across tensors shows.
-    grads = [
-        [torch.randn(shape, generator=generator) * 10 ** (2 * i) for i, shape in enumerate(shapes)] for _ in range(3)
+    grads: list[list[Any]] = [
+        [torch.randn(shape, generator=generator) * 10 ** (2 * i) for i, shape in enumerate(shapes)] for _ in range(7)
     ]
-
-    together, groups_before, groups_after = _try(optimizer, index, [start], [[g] for g in grads])
-    if groups_before != groups_after:
-        changed = [key for key in groups_after if groups_after[key] != groups_before.get(key)]
-        changed_names = ", ".join(map(repr, changed))
-        return "whole", f"it keeps state for a whole group or of its own ({changed_names})"
-    apart, *_ = _try(optimizer, index, [[w] for w in start], [[[g] for g in step] for step in grads])
-    if not _same(together, apart):
+    torchs = type(optimizer).__module__.startswith("torch.optim.")  # whose parameters rest without a gradient
+    moves = False
+    if not torchs:
+        idle = [*grads, [None, grads[0][1]]]
+        try:
+            rested, *_ = _try(optimizer, index, [start], [[g] for g in grads])
+            trial = _try_both(optimizer, index, start, idle)
+            moves = not torch.equal(trial.together[0][0], rested[0][0])
+        except LossAskedTwice:
+            raise
+        except Exception as error:  # it does not ask whether there is one
+            trial = _try_both(optimizer, index, start, grads)
+            if trial.counts:
+                return "whole", f"it counts steps, and fails where a part has no gradient ({_said(error)})"
+    else:
+        trial = _try_both(optimizer, index, start, grads)
+    if trial.differing:
+        return "whole", f"it keeps state for a whole group or of its own ({', '.join(map(repr, trial.differing))})"
+    if not _same(trial.together, trial.apart):
         return "whole", "a step on one parameter depends on the others"
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if trial.counts or moves:
+        return "counted", ""
+    if not torchs:
         return "shaped", ""  # it may treat tensors by their size (quantised state, say), which small ones do not show
+    together = trial.together
     flat, *_ = _try(
         optimizer,
         index,
@@ -119,41 +143,112 @@ def _classify_group(optimizer: Optimizer, index: int) -> tuple[Way, str]:
     return ("flat" if elementwise else "shaped"), ""
 
 
+class _Trial(NamedTuple):
+    """Tensors after steps in one call each, and in one for each tensor; settings that these two disagree on."""
+
+    together: list[list[Tensor]]
+    apart: list[list[Tensor]]
+    differing: list[str]
+    counts: bool  # whether settings have changed
+
+
+def _try_both(optimizer: Optimizer, index: int, start: list[Tensor], grads: list[list[Any]]) -> _Trial:
+    together, before, after, _ = _try(optimizer, index, [start], [[g] for g in grads])
+    apart, _, after_apart, differing = _try(
+        optimizer, index, [[w] for w in start], [[[g] for g in step] for step in grads]
+    )
+    differing += [key for key in {**after, **after_apart} if after.get(key) != after_apart.get(key)]
+    return _Trial(together, apart, list(dict.fromkeys(differing)), after != before)
+
+
 def _try(
-    optimizer: Optimizer, index: int, calls: list[list[Tensor]], steps: list[list[list[Tensor]]], may_fail: bool = False
+    optimizer: Optimizer, index: int, calls: list[list[Tensor]], steps: list[list[list[Any]]], may_fail: bool = False
 ) -> Any:
     """Step a copy of ``optimizer`` on ``calls``, each a list of tensors stepped in one call.
 
     Returns:
-        The tensors after all steps, and the group's settings before and after.
+        The tensors after all steps, the group's settings before and after, and which of these the calls of a step do
+        not agree on.
     """
     group = optimizer.param_groups[index]
     clone = _copy_of(optimizer)
     settings = _settings_of(group)
     one_group: dict[str, Any] = {**deepcopy(settings), "params": []}
-    _train(clone, [one_group])
     before = {**_own_state(clone), **_plain({key: value for key, value in one_group.items() if key != "params"})}
     params = [[nn.Parameter(tensor.clone()) for tensor in call] for call in calls]
     given = optimizer.state.get(group["params"][0], {})
     for call in params:
         for param in call:
             _copy_constructor_state(given, group["params"][0], param, clone.state)
+    differing: list[str] = []
     try:
         with without_step_hooks(clone):
             for step in steps:
+                counts = Counts(clone)
                 for call, grads in zip(params, step, strict=True):
                     clone.param_groups = [one_group]
                     one_group["params"] = call
                     for param, grad in zip(call, grads, strict=True):
-                        param.grad = grad.clone()
-                    clone.step()
+                        param.grad = None if grad is None else grad.clone()
+                    with counts.call(one_group):
+                        _step(clone)
+                differing += sorted(counts.differing)
     except Exception:
         if may_fail:
-            return None, None, None
+            return None, None, None, None
         raise
     after = {key: value for key, value in one_group.items() if key != "params"}
     tensors = [[param.data for param in call] for call in params]
-    return tensors, before, {**_own_state(clone), **_plain(after)}
+    return tensors, before, {**_own_state(clone), **_plain(after)}, differing
+
+
+class LossAskedTwice(ValueError):
+    """An optimizer evaluates the loss more than once in a step.
+
+    Example:
+        >>> str(LossAskedTwice(torch.optim.LBFGS([nn.Parameter(torch.ones(1))])))[:32]
+        'LBFGS evaluates the loss more th'
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(
+            f"{type(optimizer).__name__} evaluates the loss more than once in a step, which master weights and loss "
+            "scaling cannot follow. Use another optimizer, or train in fp32: Trainer(precision='32-true')."
+        )
+
+
+def _step(clone: Optimizer) -> bool:
+    """One step; optimizers with modes (schedule-free) may refuse it until they are told to train.
+
+    Returns:
+        Whether it was told.
+    """
+    try:
+        _call(clone)
+        return False
+    except LossAskedTwice:
+        raise
+    except Exception:
+        train = getattr(clone, "train", None)
+        if not callable(train):
+            raise
+        train()
+        _call(clone)
+        return True
+
+
+def _call(clone: Optimizer) -> None:
+    """A step under Lightning: the loss is known when the optimizer asks, once."""
+    asked = False
+
+    def closure() -> Any:
+        nonlocal asked
+        if asked:
+            raise LossAskedTwice(clone)
+        asked = True
+        return torch.ones(())
+
+    clone.step(closure=closure)
 
 
 def _looks_across_groups(optimizer: Optimizer) -> bool:
@@ -165,7 +260,9 @@ def _looks_across_groups(optimizer: Optimizer) -> bool:
     groups = [group for group in optimizer.param_groups if group["params"]]
     start = [torch.randn([3] * group["params"][0].dim(), generator=generator) for group in groups]
     grads = [[torch.randn(weight.shape, generator=generator) for weight in start] for _ in range(3)]
-    results = []
+    results: list[list[Tensor]] = []
+    noted: list[Any] = []
+    told_to_train = False
     for in_one_call in (True, False):
         clone = _copy_of(optimizer)
         copies: list[dict[str, Any]] = []
@@ -173,19 +270,27 @@ def _looks_across_groups(optimizer: Optimizer) -> bool:
             param = nn.Parameter(weight.clone())
             _copy_constructor_state(optimizer.state.get(group["params"][0], {}), group["params"][0], param, clone.state)
             copies.append({**_settings_of(group, index), "params": [param]})
+        clone.param_groups = copies
+        if told_to_train:
+            cast(Any, clone).train()
         try:
-            _train(clone, copies)
             with without_step_hooks(clone):
                 for step in grads:
                     for copy, grad in zip(copies, step, strict=True):
                         copy["params"][0].grad = grad.clone()
+                    counts = Counts(clone)
                     for call in [copies] if in_one_call else [[copy] for copy in copies]:
                         clone.param_groups = call
-                        clone.step()
+                        with counts.call(call[0]):
+                            if in_one_call:
+                                told_to_train |= _step(clone)
+                            else:
+                                _call(clone)
         except Exception:  # a group by itself is not enough for it
             return True
         results.append([copy["params"][0].data for copy in copies])
-    return not _same(results[:1], results[1:])
+        noted.append([_own_state(clone), *(_plain({**copy, "params": None}) for copy in copies)])
+    return not _same(results[:1], results[1:]) or noted[0] != noted[1]
 
 
 def _settings_of(group: Mapping[str, Any], place: int = 0) -> dict[str, Any]:
@@ -201,13 +306,6 @@ def _settings_of(group: Mapping[str, Any], place: int = 0) -> dict[str, Any]:
     if settings.get("capturable"):  # on a GPU alone, with the same arithmetic
         settings["capturable"] = False
     return settings
-
-
-def _train(clone: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Optimizers with modes (schedule-free) step in training mode alone."""
-    clone.param_groups = groups
-    if callable(train := getattr(clone, "train", None)):
-        train()
 
 
 def _copy_of(optimizer: Optimizer) -> Optimizer:
@@ -266,11 +364,21 @@ def _tensors_in(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def _copy_constructor_state(given: Mapping[str, Any], like: Tensor, param: nn.Parameter, state: Any) -> None:
-    """State that a constructor made (Adagrad's sum) is constant so far: give the copy one of its own size."""
+    """State that a constructor made (Adagrad's sum) is constant so far: give the copy one of its own size.
+
+    What depends on the size in another way (Adafactor's sums of rows) has been made by steps, which make it again.
+    """
+    parts = given.values()
+    if not all(_numel(value) <= 1 or (isinstance(value, Tensor) and value.shape == like.shape) for value in parts):
+        return
     for key, value in given.items():
         if isinstance(value, Tensor) and value.shape == like.shape and value.numel():
-            value = torch.full(param.shape, float(value.flatten()[0]))
+            value = torch.full(param.shape, float(value.flatten()[0]), dtype=value.dtype)
         state[param][key] = deepcopy(value.cpu() if isinstance(value, Tensor) else value)
+
+
+def _numel(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else len(value) if isinstance(value, (list, tuple, dict)) else 1
 
 
 def _plain(value: Any) -> Any:

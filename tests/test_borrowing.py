@@ -215,6 +215,16 @@ def test_a_group_that_joins_shows_that_an_optimizer_looks_across_groups():
         assert_as_plain(make, add_group, "split")
 
 
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_a_group_may_join_an_optimizer_whose_state_has_other_shapes_than_its_weights(masters):
+    """The trial of the new group is not given the state that steps have made for the others."""
+
+    def make(params):
+        return torch.optim.Adafactor([{"params": params[:1]}, {"params": params[1:2]}], lr=0.01)
+
+    assert_as_plain(make, lambda optimizer, weights: optimizer.add_param_group({"params": weights[2:]}), masters)
+
+
 def switch_fused_off(optimizer, weights):
     for group in optimizer.param_groups:
         group["fused"] = group["foreach"] = False
@@ -361,9 +371,7 @@ def test_what_a_trial_on_the_cpu_would_stumble_over():
     schedulefree = pytest.importorskip("schedulefree")
     weight = nn.Parameter(torch.ones(4, 4))
     assert classify(AdamW([weight], lr=torch.tensor(0.01), capturable=True)) == ("flat", "")
-    way, reason = classify(schedulefree.AdamWScheduleFree([weight]))
-    assert way == "whole"
-    assert reason.startswith("it keeps state for a whole group")
+    assert classify(schedulefree.AdamWScheduleFree([weight])) == ("counted", "")
 
 
 class ByParameter(Sgd):
@@ -385,6 +393,38 @@ def test_why_an_optimizer_could_not_be_tried_is_said_in_a_line():
     assert len(message) < 400
     assert "\n" not in message
     assert message.endswith("Use masters='fp32'.")
+
+
+class Curvature(Sgd):
+    """Takes second derivatives, as AdaHessian does."""
+
+    def step(self, closure=None):
+        params = [param for group in self.param_groups for param in group["params"]]
+        with torch.enable_grad():
+            torch.autograd.grad([param.grad for param in params], params, [param.grad.sign() for param in params])
+        return super().step(closure)
+
+
+class CreatesGraph(TinyModule):
+    def __init__(self, make_optimizer):
+        super().__init__(make_optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx), create_graph=True)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_an_optimizer_of_second_order_is_refused_by_name_before_any_weight_changes():
+    fit(lambda params: Curvature(list(params)), "fp32", module=CreatesGraph)
+    module = CreatesGraph(lambda params: Curvature(list(params)))
+    before = snapshot(module)
+    with pytest.raises(ValueError, match=r"Curvature differentiates gradients.*MasterWeightPrecision\('fp32'\)"):
+        make_trainer(MasterWeightPrecision("bf16")).fit(module, loader(make_batches(1)))
+    assert_same(snapshot(module), before)
 
 
 # State dicts in the middle of a step

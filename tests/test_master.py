@@ -517,6 +517,126 @@ def test_state_for_a_group_works_with_fp32_masters():
         assert torch.equal(net.state_dict()[name], param), name
 
 
+class Counting(torch.optim.Optimizer):
+    """The rate falls with the number of steps, which is kept for a group, or for the optimizer."""
+
+    def __init__(self, params, kept):
+        super().__init__(params, {"lr": 0.1})
+        self.kept, self.count = kept, 0
+        if kept == "in a tensor":
+            for group in self.param_groups:
+                group["step"] = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += self.kept == "of its own"
+        for group in self.param_groups:
+            if self.kept == "in a tensor":
+                group["step"] += 1
+            elif self.kept == "in a group":
+                group["step"] = group["step"] + 1 if "step" in group else 1
+                if any(param.grad is not None for param in group["params"]):
+                    group["warned"] = True
+            count = float(group.get("step", self.count))
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / count)
+
+
+def in_two_groups(net: nn.Module) -> list[dict]:
+    return [{"params": [*net.a.parameters(), *net.conv.parameters()]}, {"params": list(net.b.parameters()), "lr": 0.2}]
+
+
+def step_both(make_optimizer, rung: str, steps: int = 6):
+    """The optimizer on fp32 values and on an fp32 network, with gradients of one group alone in the third step."""
+    torch.manual_seed(0)
+    plain = Net()
+    reference = make_optimizer(in_two_groups(plain))
+    net, masters, optimizer = make(rung, make_optimizer, in_two_groups)
+    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for each, generator in ((net, one), (plain, two)):
+            for name, param in each.named_parameters():
+                grad = torch.randn(param.shape, generator=generator).to(BF16).to(param.dtype)
+                rests = (step == 2 and name.startswith("b.")) or (step == 0 and name == "conv.weight")
+                param.grad = None if rests else torch.empty_like(param).copy_(grad)
+        masters.step(optimizer, optimizer.step)
+        masters.gradients.release(net.parameters())
+        reference.step()
+    return net.state_dict(), plain.state_dict(), optimizer, reference
+
+
+@pytest.fixture
+def small_calls(monkeypatch):
+    """A bucket in each call, of which the first group of `in_two_groups` has three."""
+    monkeypatch.setattr("lightning_mixprec.borrow._CALL_ELEMENTS", 1)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("kept", ["in a group", "in a tensor", "of its own"])
+def test_steps_that_are_counted_for_a_group_are_counted_once(small_calls, kept, rung):
+    """However many calls make a step, also for a group without a gradient in one of them."""
+    ours, plain, optimizer, reference = step_both(lambda p: Counting(p, kept), rung)
+    assert optimizer.count == reference.count
+    assert [group.get("step") for group in optimizer.param_groups] == [
+        group.get("step") for group in reference.param_groups
+    ]
+    for name, value in plain.items():
+        if rung in ("fp32", "split"):
+            assert torch.equal(ours[name], value), name
+        else:
+            torch.testing.assert_close(ours[name], value, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("seen_at", [2, 12])
+def test_a_number_of_a_group_that_comes_to_depend_on_its_part_is_refused(small_calls, seen_at):
+    """By the trial, or later than that by the step."""
+
+    class Estimates(Counting):
+        def step(self, closure=None):
+            super().step()
+            for group in self.param_groups:
+                if group["step"] >= seen_at:
+                    group["estimate"] = float(sum(p.grad.norm() for p in group["params"] if p.grad is not None))
+
+    step_both(lambda p: Estimates(p, "in a group"), "fp32", steps=13)
+    kind, match = (ValueError, "masters='split'.*Estimates") if seen_at == 2 else (RuntimeError, "Estimates is stepped")
+    with pytest.raises(kind, match=rf"{match}.*\('estimate'\).*masters='fp32'"):
+        step_both(lambda p: Estimates(p, "in a group"), "split", steps=13)
+
+
+@pytest.mark.parametrize("rung", ["fp32", "split"])
+def test_an_optimizer_that_moves_weights_without_a_gradient_moves_all_of_them(small_calls, rung):
+    """By their momentum, as some do whose ranks must not differ."""
+
+    class Forced(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            return super().step(closure)
+
+    ours, plain, *_ = step_both(lambda p: Forced(p, lr=0.1, momentum=0.9), rung)
+    for name, value in plain.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_optimizer_that_evaluates_the_loss_again_is_refused_before_any_weight_changes(rung):
+    class Perturbs(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            closure()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(param.grad)
+            closure()
+            super().step()
+
+    with pytest.raises(ValueError, match=r"Perturbs evaluates the loss more than once.*precision='32-true'"):
+        make(rung, lambda p: Perturbs(p, lr=0.1))
+
+
 def test_optimizer_that_looks_across_parameters_is_refused_by_name():
     class ClipsAll(torch.optim.SGD):
         def step(self, closure=None):

@@ -910,8 +910,10 @@ def test_optimizer_that_evaluates_the_loss_again_is_refused():
             return super().step(closure)
 
     module = make_module(lambda params: Sam(params, lr=0.1))
-    with pytest.raises(MisconfigurationException, match="Sam evaluates the loss more than once"):
+    with pytest.raises(ValueError, match="Sam evaluates the loss more than once"):
         fit(MasterWeightPrecision("bf16"), module, make_batches(1))
+    with pytest.raises(MisconfigurationException, match="Sam evaluates the loss more than once"):
+        fit(MasterWeightPrecision("fp32"), module, make_batches(1))
 
 
 def test_schedule_free_through_lightnings_optimizer():
