@@ -376,6 +376,120 @@ def test_an_average_of_roundings_by_hand_is_reported(how, recwarn):
             assert words in report
 
 
+class InStep(Net):
+    """MoCo, BYOL and DINO update their teacher before the student's forward, in `training_step` or in a network."""
+
+    def on_train_batch_end(self, *_):
+        pass
+
+    @torch.no_grad()
+    def update_teacher(self):
+        for average, param in zip(self.ema.parameters(), self.net.parameters(), strict=True):
+            self.update(average, param)
+
+    def training_step(self, batch, batch_idx):
+        self.update_teacher()
+        return super().training_step(batch, batch_idx)
+
+
+def said(module, words, recwarn, **kwargs):
+    fit(module, batches=3, **kwargs)
+    return [str(each.message) for each in recwarn if words in str(each.message)]
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_an_average_of_roundings_within_a_training_step_is_reported(how, recwarn):
+    update, count = AVERAGES[how]
+    count *= how != "a rounded copy of it"  # which nobody keeps
+    found = said(InStep(lambda net: copy.deepcopy(net).requires_grad_(False), update=update), "by hand", recwarn)
+    assert len(found) == count
+    assert all("averaged by hand" in report for report in found)
+
+
+@pytest.mark.parametrize("how", ["in place", "of data", "copied", "of a list", "torch.lerp"])
+def test_a_teacher_that_an_optimizer_holds_and_that_does_not_move_is_reported(how, recwarn):
+    """16-bit then, so that 0.1 % of the distance to the student is lost in it."""
+    slow = {
+        "in place": lambda average, param: average.mul_(0.999).add_(param, alpha=0.001),
+        "of data": lambda average, param: average.data.mul_(0.999).add_(param.data, alpha=0.001),
+        "copied": lambda average, param: average.copy_(average * 0.999 + param * 0.001),
+        "of a list": lambda average, param: torch._foreach_lerp_([average], [param], 0.001),
+        "torch.lerp": lambda average, param: average.copy_(torch.lerp(average, param, 0.001)),
+    }
+    module = InStep(copy.deepcopy, held=True, update=slow[how])
+    module.training_step(0, 0)
+    fit(module, batches=6)
+    (report,) = [str(each.message) for each in recwarn if "changed by hand" in str(each.message)]
+    for words in ("'ema.0.weight'", "rounds away", "fp32_weights(pl_module)"):
+        assert words in report
+
+
+KEPT_IN_16_BITS = {
+    "in place": lambda kept, param: kept.mul_(0.999).add_(param, alpha=0.001),
+    "drawn to it": lambda kept, param: kept.lerp_(param, 0.001),
+    "of a list": lambda kept, param: torch._foreach_lerp_([kept], [param], 0.001),
+    "half way, as Lookahead": lambda kept, param: kept.add_(param - kept, alpha=0.5),
+    "anew": lambda kept, param: 0.999 * kept + 0.001 * param,
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", KEPT_IN_16_BITS)
+def test_an_average_kept_in_16_bits_is_reported(how, inside, recwarn):
+    """Clones of parameters are 16-bit while these train, and hardly anything arrives in their averages."""
+
+    class Keeps(Net):
+        @torch.no_grad()
+        def update_kept(self):
+            results = [
+                KEPT_IN_16_BITS[how](kept, param) for kept, param in zip(self.kept, self.net.parameters(), strict=True)
+            ]
+            if how == "anew":
+                self.kept = results
+
+        def on_train_start(self):
+            self.kept = [param.detach().clone() for param in self.net.parameters()]
+
+        def training_step(self, batch, batch_idx):
+            if inside:
+                self.update_kept()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_):
+            if not inside:
+                self.update_kept()
+
+    found = said(Keeps(), "averaged by hand", recwarn)
+    assert len(found) == (not inside or how != "anew")  # nothing tells there that somebody keeps it
+
+
+FORWARD = {
+    "norms enforced": lambda m: m.net[0].weight.copy_(nn.functional.normalize(m.net[0].weight.float(), dim=1)),
+    "norms enforced in place": lambda m: m.net[0].weight.div_(m.net[0].weight.norm(dim=1, keepdim=True)),
+    "a copy, refreshed": lambda m: m.ema[0].weight.copy_(m.net[0].weight),
+    "statistics": lambda m: m.ema[0].weight.lerp_(m.net[0].weight.float().square() + 1, 0.1),
+    "perturbed": lambda m: m.net[0].weight + 0.1 * torch.randn(16, 16),
+    "half of it, perturbed": lambda m: 0.5 * m.net[0].weight + torch.randn(16, 16),
+    "added to activations": lambda m: torch.randn(16, 16).add_(0.5 * m.net[0].weight),
+    "an inner step": lambda m: m.net[0].weight.add(torch.randn(16, 16), alpha=-0.1),
+}
+
+
+@pytest.mark.parametrize("how", FORWARD)
+def test_other_arithmetic_within_a_training_step_is_not_reported(how, recwarn):
+    class Computes(Net):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.kept = None
+                FORWARD[how](self)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_):
+            pass
+
+    assert not said(Computes(lambda net: copy.deepcopy(net).requires_grad_(False)), "by hand", recwarn)
+
+
 def test_nothing_is_said_where_weights_are_fp32(caplog):
     module = fit(Net(AveragedModel), MasterWeightPrecision("fp32"))
     assert "average" not in caplog.text
