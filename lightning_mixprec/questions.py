@@ -210,7 +210,7 @@ def refuse_averaging(callbacks: list[Any]) -> None:
 
 
 def warn_of_shadows(module: nn.Module, callbacks: Iterable[Any]) -> None:
-    """Warn of averages kept beside the modules that nobody feeds with fp32 values: of torch_ema, lists of weights."""
+    """Warn of averages kept beside the modules that nobody feeds with fp32 values, such as lists of weights."""
     shapes = Counter(param.shape for param in module.parameters() if param.dtype in HALF)
     for owner in (*module.modules(), *callbacks):
         for name, value in vars(owner).items():

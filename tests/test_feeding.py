@@ -1,6 +1,7 @@
 """Averages of torch and diffusers kept in a fit of 16-bit weights are those of the fp32 weights."""
 
 import copy
+import weakref
 
 import lightning as L
 import pytest
@@ -310,6 +311,130 @@ def test_a_copy_made_in_mid_fit_is_fed_in_a_fit_of_its_own():
     fit(copied, batches=5)
     for name, value in averaged(copied.history, lambda n: 1 / (n + 1)).items():
         torch.testing.assert_close(copied.ema.module.state_dict()[name].double(), value, rtol=0, atol=2e-7)
+
+
+class Online(nn.Module):
+    """As ema_pytorch's `EMA`: holds the module itself, as a part of it or in a list, and is given nothing."""
+
+    def __init__(self, model, part):
+        super().__init__()
+        self.online_model = model if part else [model]
+        self.ema_model = copy.deepcopy(model).requires_grad_(False)
+        self.started = False
+
+    def pairs(self):
+        online = self.online_model[0] if isinstance(self.online_model, list) else self.online_model
+        return zip(self.ema_model.parameters(), online.parameters(), strict=True)
+
+    def copy_params_from_model_to_ema(self):
+        for average, param in self.pairs():
+            average.data.copy_(param.data)
+
+    def copy_params_from_ema_to_model(self):
+        for average, param in self.pairs():
+            param.data.copy_(average.data)
+
+    def update(self):
+        if not self.started:
+            self.copy_params_from_model_to_ema()
+        for average, param in self.pairs() if self.started else ():
+            average.data.lerp_(param.data, 0.1)
+        self.started = True
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("when", ["init", "start"])
+@pytest.mark.parametrize("kind", ["fp32", "split", "fp16"])
+def test_an_average_that_holds_the_module_finds_the_fp32_weights_in_it(kind, when, part):
+    """What it copies into them becomes them."""
+
+    class Ends(Net):
+        def on_train_epoch_end(self):
+            self.ema.copy_params_from_ema_to_model()
+
+    module = fit(Ends(lambda net: Online(net, part), when, update=lambda m: m.ema.update()), PLUGINS[kind]())
+    for name, value in averaged(module.history, lambda n: 0.1).items():
+        found = module.ema.ema_model.state_dict()[name]
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-7)
+    assert_same(snapshot(module.net), snapshot(module.ema.ema_model))
+    assert not {"update", "copy_params_from_ema_to_model"} & vars(module.ema).keys()
+    assert ("online_model" in vars(module.ema)) != part
+    if not part:
+        assert module.ema.online_model == [module.net]
+
+
+class Shadows:
+    """As torch_ema's `ExponentialMovingAverage`: remembers the parameters that it was made with."""
+
+    def __init__(self, params):
+        params = list(params)
+        self.shadow_params = [param.clone().detach() for param in params]
+        self._params_refs = [weakref.ref(param) for param in params]
+        self.collected_params = None
+
+    def params(self, parameters):
+        return [ref() for ref in self._params_refs] if parameters is None else list(parameters)
+
+    @torch.no_grad()
+    def update(self, parameters=None):
+        for average, param in zip(self.shadow_params, self.params(parameters), strict=True):
+            average.sub_(0.1 * (average - param))
+
+    def store(self, parameters=None):
+        self.collected_params = [param.clone() for param in self.params(parameters)]
+
+    def copy_to(self, parameters=None):
+        for average, param in zip(self.shadow_params, self.params(parameters), strict=True):
+            param.data.copy_(average.data)
+
+    def restore(self, parameters=None):
+        for kept, param in zip(self.collected_params, self.params(parameters), strict=True):
+            param.data.copy_(kept.data)
+
+    def load(self):
+        """It takes on the dtype of the parameters."""
+        self.shadow_params = [kept.bfloat16() for kept in self.shadow_params]
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("when", ["init", "start"])
+def test_an_average_that_remembers_the_parameters_is_that_of_the_fp32_weights(when, given):
+    class Swaps(Net):
+        def on_validation_start(self):
+            self.ema.store()
+            self.ema.copy_to(self.net.parameters() if given else None)
+
+        def on_validation_end(self):
+            self.ema.restore()
+
+    def update(module):
+        if given:
+            module.ema.update(module.net.parameters())
+        else:
+            module.ema.update()
+
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    module = fit(Swaps(lambda net: Shadows(net.parameters()), when, update=update), **options)
+    assert_same(snapshot(module.net), snapshot(fit(Net(), **options).net))
+    first = snapshot(Net().net) if when == "init" else {n: v.bfloat16() for n, v in snapshot(Net().net).items()}
+    expected = averaged([{name: value.double() for name, value in first.items()}, *module.history], lambda n: 0.1)
+    for found, (name, value) in zip(module.ema.shadow_params, expected.items(), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-6)
+        torch.testing.assert_close(module.validated[f"net.{name}"], found, rtol=0, atol=0)
+
+
+def test_an_average_that_is_loaded_in_mid_fit_does_not_stay_16_bit():
+    class Loads(Net):
+        def on_train_start(self):
+            self.ema.load()
+
+    module = fit(Loads(lambda net: Shadows(net.parameters()), update=lambda m: m.ema.update()))
+    first = {name: value.bfloat16().double() for name, value in snapshot(Net().net).items()}
+    expected = averaged([first, *module.history], lambda n: 0.1).values()
+    for found, value in zip(module.ema.shadow_params, expected, strict=True):
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-6)
 
 
 def test_an_average_by_hand_that_mixes_dtypes_is_an_error_with_the_remedy():
