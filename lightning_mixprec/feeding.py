@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.opaque import is_script
 from lightning_mixprec.widening import HALF
 
 _WRITING = ("copy_to", "restore")
@@ -116,8 +117,10 @@ def _has(average: Any, name: str) -> bool:
 
 
 def _holds_online(average: Any) -> bool:
-    known = isinstance(average, nn.Module) and {"online_model", "ema_model"} <= {*vars(average), *average._modules}
-    return known and all(_has(average, name) for name in _ONLINE_READING)
+    if not isinstance(average, nn.Module) or is_script(average):
+        return False
+    held = {*vars(average), *average._modules}
+    return {"online_model", "ema_model"} <= held and all(_has(average, name) for name in _ONLINE_READING)
 
 
 def attributes(owner: Any) -> Iterator[Any]:

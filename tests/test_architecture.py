@@ -34,7 +34,7 @@ TORCH_ONLY = {
     "fallback": set(),
     "layer_stats": {"containers", "formats", "opaque", "shards"},
     "health": {"layer_stats"},
-    "feeding": {"master", "widening"},
+    "feeding": {"master", "opaque", "widening"},
     "conversion": {
         "feeding",
         "float8",
