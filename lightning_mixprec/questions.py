@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceXLAStrategy,
     XLAStrategy,
 )
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -195,6 +196,18 @@ def refuse_backward_without_optimizers() -> None:
         "configure_optimizers what is to step on the fp32 weights, several in a list, and call it in training_step, "
         "not in a gradient hook, or train in fp32: Trainer(precision='32-true'). Elsewhere, as in a test_step that "
         "optimizes something, write loss.backward()."
+    )
+
+
+def refuse_second_trainer(before: LightningModule | None, module: LightningModule) -> None:
+    """Refuse a plugin that is in another Trainer's run, which goes on: it would end that one's."""
+    running: Any = None if before is None else before._trainer
+    if running is None or running is module._trainer or running.state.status != TrainerStatus.RUNNING:
+        return
+    raise MisconfigurationException(
+        f"This {type(running.precision_plugin).__name__} is at work in another Trainer, whose {running.state.fn.value} "
+        f"of {type(before).__name__} goes on, and holds its fp32 weights. Give each of two Trainers that run at once a "
+        "plugin of its own."
     )
 
 
