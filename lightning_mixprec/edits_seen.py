@@ -10,16 +10,16 @@ What it leaves out: when operations are looked at (:mod:`lightning_mixprec.edit_
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mixprec.in_fp32 import InFp32, is_plain, operation, written_to
+from lightning_mixprec.in_fp32 import InFp32, operation, written_to
 from lightning_mixprec.storage import Bucket
+from lightning_mixprec.weight_memory import NewMemory, Weights, memory
 from lightning_mixprec.widening import HALF
 
 # In place or with `out=`, of one tensor or of a list. `clamp_` is none: a bound of 0.01 is another in 16 bits.
@@ -29,42 +29,62 @@ _TOO_LITTLE = 0.75  # of a change
 _NO_CHANGE = 1e-6  # of a weight: fp32's own rounding
 
 
-class Weights:
-    """Which 16-bit weight a tensor is, or is a part of, by its memory.
+class Puts:
+    """Values that are put in place of weights, and are not what was meant; found if it comes in several batches.
 
     Args:
-        buckets: All of them.
+        times: In how many.
+
+    Attributes:
+        found: The weights.
     """
 
-    def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
-        self._buckets = {each.half.untyped_storage().data_ptr(): (each, each.writes) for each in buckets}
+    def __init__(self, times: int) -> None:
+        self.found: set[nn.Parameter] = set()
+        self._times = times
+        self._puts: dict[tuple[nn.Parameter, int, torch.Size], list[Tensor]] = {}  # in this batch: whether it is so
+        self._batches: dict[nn.Parameter, int] = {}  # in which it was
 
-    def of(self, tensor: Any) -> nn.Parameter | None:
-        """The weight, or None if it is something else."""
-        if not isinstance(tensor, Tensor) or not is_plain(tensor):
-            return None
-        if tensor.dtype not in HALF or tensor.layout != torch.strided:
-            return None
-        bucket, _ = self._buckets.get(tensor.untyped_storage().data_ptr(), (None, 0))
-        if bucket is None:
-            return None
-        return bucket.params[_place(bucket, tensor)]
+    def note(self, param: nn.Parameter, place: int, shape: torch.Size, flag: Tensor) -> None:
+        """Something is put in ``place`` of ``param``; ``flag``, bool [], says whether it is not what was meant."""
+        self._puts.setdefault((param, place, shape), []).append(flag)
 
-    def truth(self, tensor: Tensor) -> Tensor:
-        """The fp32 values behind a weight, or behind the part of one, as of the last step."""
-        bucket, _ = self._buckets[tensor.untyped_storage().data_ptr()]
-        values, place = bucket.values_of(_place(bucket, tensor)), _place(bucket, tensor)
-        offset = tensor.storage_offset() - bucket.half.storage_offset() - bucket.starts[place]
-        return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + offset)
+    def forget(self) -> None:
+        """What was put in this batch will be taken away again."""
+        self._puts.clear()
 
-    def is_put_by_masters(self, tensor: Tensor) -> bool:
-        """They put 16-bit values to views of a bucket's memory, and ``load_state_dict`` puts them after they have."""
-        bucket, writes = self._buckets[tensor.untyped_storage().data_ptr()]
-        return tensor._base is bucket.half._base or bucket.writes != writes
+    def end_batch(self, leave_out: Container[nn.Parameter] = ()) -> None:
+        """Waits for the device if something was put."""
+        wrong = set()
+        for (param, *_), flags in self._puts.items():
+            # Several: something is put there for a while, and the old values back.
+            if len(flags) == 1 and param not in leave_out and bool(flags[0]):
+                wrong.add(param)
+        for param in wrong:
+            self._batches[param] = self._batches.get(param, 0) + 1
+            if self._batches[param] >= self._times:
+                self.found.add(param)
+        self._puts.clear()
 
 
-def _place(bucket: Bucket, tensor: Tensor) -> int:
-    return bisect_right(bucket.starts, tensor.storage_offset() - bucket.half.storage_offset()) - 1
+class RoundedCopies(Puts):
+    """Finds weights that are put back again and again from 16-bit copies that somebody keeps.
+
+    Of what stands in the fp32 weights, then, each time as much is lost as 16 bits do not show.
+    """
+
+    def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights, new: NewMemory) -> None:
+        """At ``func``, which will be called."""
+        if operation(func) != "copy" or not written_to(func, args, kwargs):
+            return
+        for tensor, put, _ in _together(args[0], args[1], None):
+            param = weights.of(tensor)
+            if param is None or not isinstance(put, Tensor) or put.dtype not in HALF:
+                continue
+            if new.holds(put) or weights.of(put) is not None or weights.is_put_by_masters(tensor):
+                continue
+            rounded = weights.truth(tensor).to(tensor.dtype)
+            self.note(param, int(tensor.storage_offset()), tensor.shape, (put.to(rounded) != rounded).any())
 
 
 class LostEdits:
@@ -79,15 +99,13 @@ class LostEdits:
     """
 
     def __init__(self, times: int) -> None:
-        self.found: set[nn.Parameter] = set()
+        self._puts = Puts(times)  # whether it was lost
+        self.found = self._puts.found
         self.bounded: set[nn.Parameter] = set()
-        self._times = times
         self._in_fp32 = InFp32()  # in this window
         self._copies: Any = WeakIdKeyDictionary()  # in this window: of which weight
         self._copied_to: dict[int, nn.Parameter] = {}  # in this window: memory that holds nothing but a copy
         self._changes: list[tuple[nn.Parameter, Tensor]] = []  # in this window: change * arrived, change^2, weight^2
-        self._puts: dict[tuple[nn.Parameter, int, torch.Size], list[Tensor]] = {}  # in this batch: whether it was lost
-        self._batches: dict[nn.Parameter, int] = {}  # in which something was
         self._replaced: set[nn.Parameter] = set()  # that have had other memory since the last step
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights) -> Any:
@@ -95,19 +113,19 @@ class LostEdits:
         name, writes = operation(func), written_to(func, args, kwargs)
         written = [(param, each) for each in writes if (param := weights.of(each)) is not None]
         for each in writes:
-            self._copied_to.pop(_memory(each), None)
+            self._copied_to.pop(memory(each), None)
         if name in _BOUNDS and not writes:
             self.bounded.update(param for each in args if (param := self._copied(each, weights)) is not None)
         if name == "copy" and written and weights.is_put_by_masters(writes[0]):
             return func(*args, **kwargs)
         if not written or not (name in _ARITHMETIC or name == "copy"):
             result = self._in_fp32.call(func, args, kwargs, lambda tensor: weights.of(tensor) is not None)
-            made = _memory(result) if self._copied_to else 0
-            if made and all(_memory(each) != made for each in args):  # no view: where a copy has been, perhaps
+            made = memory(result) if self._copied_to else 0
+            if made and all(memory(each) != made for each in args):  # no view: where a copy has been, perhaps
                 self._copied_to.pop(made, None)
             if name in ("clone", "_to_copy") and (copied := self._copied(args[0], weights)) is not None:
                 self._copies[result] = copied
-                self._copied_to[_memory(result)] = copied
+                self._copied_to[memory(result)] = copied
             return result
         before = [each.float() for _, each in written]
         if name == "copy":
@@ -131,7 +149,7 @@ class LostEdits:
                     self._changes.append((param, sums))
                     continue
                 lost = _is_lost(*sums)
-            self._puts.setdefault((param, int(tensor.storage_offset()), tensor.shape), []).append(lost)
+            self._puts.note(param, int(tensor.storage_offset()), tensor.shape, lost)
         return result
 
     def _meant(self, put: Tensor, weight: Tensor, weights: Weights) -> Tensor | None:
@@ -161,12 +179,12 @@ class LostEdits:
                 if param in self._replaced:
                     continue
                 self._replaced.add(param)
-                if self._copied_to.get(_memory(param.data)) is not param and param.stride() == view.stride():
+                if self._copied_to.get(memory(param.data)) is not param and param.stride() == view.stride():
                     given = param.data.to(view.device)  # where a module is on its way to another
                     same = (given.to(view.dtype) == view).float().mean() > 0.9
                     if given.dtype not in HALF:
                         same &= (given != view).any()
-                    self._puts.setdefault((param, -1, param.shape), []).append(same)
+                    self._puts.note(param, -1, param.shape, same)
 
     def stepped(self) -> None:
         """An optimizer has taken over what was put."""
@@ -183,29 +201,14 @@ class LostEdits:
                 self.found.add(param)
         self._changes = []
         if forget_puts:
-            self._puts.clear()
+            self._puts.forget()
         self._in_fp32.clear()
         self._copies.clear()
         self._copied_to.clear()
 
     def end_batch(self) -> None:
         """Waits for the device if something was put."""
-        lost = set()
-        for (param, *_), puts in self._puts.items():
-            # Several: something is put there for a while, and the old values back.
-            if len(puts) == 1 and param not in self.bounded and bool(puts[0]):
-                lost.add(param)
-        for param in lost:
-            self._batches[param] = self._batches.get(param, 0) + 1
-            if self._batches[param] >= self._times:
-                self.found.add(param)
-        self._puts.clear()
-
-
-def _memory(tensor: Any) -> int:
-    if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.layout != torch.strided:
-        return 0
-    return tensor.untyped_storage().data_ptr()
+        self._puts.end_batch(leave_out=self.bounded)
 
 
 def _is_lost(arrived: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
@@ -214,10 +217,13 @@ def _is_lost(arrived: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
 
 
 class RoundedAverages:
-    """Finds updates of something wider by a 16-bit weight: averages of roundings.
+    """Finds averages of 16-bit weights: what is read for them are roundings, whatever they are themselves.
 
     By the weight itself, a copy of it, a multiple, or the distance to it: `average.sub_(0.001 * (average - weight))`.
-    Also where the average was rounded for it: `average.type_as(weight)` is another tensor, in which little arrives.
+    Also where the average is 16-bit, kept so or rounded for it: in `average.type_as(weight)` little arrives.
+
+    Inside a forward there is arithmetic of many kinds on weights, and what counts is what stays: what ends in memory
+    that was there before, or is that of a parameter or buffer then.
 
     Attributes:
         found: The weights.
@@ -228,42 +234,103 @@ class RoundedAverages:
         # What was made of weights in this window: by identity, the weight, and whether it is more than a copy.
         self._made: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, bool]] = {}
         self._rounded: dict[int, weakref.ref[Tensor]] = {}  # what was made 16-bit in this window, and multiples of it
+        self._mixed: dict[int, set[nn.Parameter]] = {}  # inside: memory of averages of weights, or with them
 
-    def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, weights: Weights) -> None:
-        """At ``func``, which has been called."""
+    def look(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        weights: Weights,
+        new: NewMemory,
+        *,
+        inside: bool = False,
+    ) -> None:
+        """At ``func``, which has been called; ``inside`` a forward."""
         name, writes = operation(func), bool(written_to(func, args, kwargs))
-        if not args or name not in ("add", "sub", "lerp", "mul", "div", "clone", "_to_copy"):
+        for place in new.note(args, result):
+            self._mixed.pop(place, None)  # what stood there is gone
+        if not args or name not in ("add", "sub", "lerp", "mul", "div", "clone", "_to_copy", "copy"):
             return
         for one, other, made in _together(args[0], args[1] if len(args) > 1 else None, result):
-            if writes and name not in ("mul", "div"):
-                self._note(one, other, weights)
+            if name == "copy":
+                if writes and weights.of(one) is None and not new.holds(one):
+                    self.found |= self._mixed_into(one, memory(other))
+            elif writes and name not in ("mul", "div"):
+                if not inside or not new.holds(one):
+                    self.found |= self._read_for(one, other, weights, new)
             elif name in ("add", "lerp"):
                 # The weight plus anything is a perturbed weight; a part of it, part of an average.
                 whole = name == "lerp" or kwargs.get("alpha", 1) != 1
-                self._note(one, other, weights, whole=whole)
-                self._note(other, one, weights, whole=whole)
+                read = self._read_for(one, other, weights, new, whole=whole, of_weights=inside)
+                read |= self._read_for(other, one, weights, new, whole=whole, of_weights=inside)
+                if not inside:
+                    self.found |= read
+                elif read:
+                    self._mixed[memory(made)] = read
             elif not writes and isinstance(made, Tensor):
                 either = name == "sub" or (name == "mul" and isinstance(one, Tensor) and one.dim() == 0)
                 source = self._source(one, weights) or (self._source(other, weights) if either else None)
                 if source is not None and made.shape == source[0].shape:
                     part = source[1] or name not in ("clone", "_to_copy")
                     self._made[id(made)] = weakref.ref(made), source[0], part
-                elif made.dtype in HALF and (self._is_rounded(one) or (name == "_to_copy" and one.dtype not in HALF)):
+                elif made.dtype in HALF and (self._is_rounded(one, new) or (name == "_to_copy" and _is_wide(one))):
                     self._rounded[id(made)] = weakref.ref(made)
 
-    def _note(self, wide: Any, read: Any, weights: Weights, *, whole: bool = True) -> None:
-        """``read`` is added to ``wide``, or drawn to; ``whole`` if it counts as a mere copy of a weight, too."""
+    def mixes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Weights) -> bool:
+        """Whether ``func``, which will be called, makes a weight an average with another."""
+        name = operation(func)
+        if name not in ("add", "sub", "lerp", "copy") or not written_to(func, args, kwargs):
+            return False
+        for one, other, _ in _together(args[0], args[1], None):
+            param = weights.of(one)
+            if param is None:
+                continue
+            source = None if name == "copy" else self._source(other, weights)
+            if source is not None and source[0] is not param:
+                return True
+            if name == "copy" and self._mixed_into(one, memory(other)) - {param}:
+                return True
+        return False
+
+    def _mixed_into(self, kept: Tensor, place: int) -> set[nn.Parameter]:
+        """Weights of which there is an average in ``place``, for ``kept``."""
+        return {param for param in self._mixed.get(place, ()) if param.shape == kept.shape}
+
+    def _read_for(
+        self,
+        wide: Any,
+        read: Any,
+        weights: Weights,
+        new: NewMemory,
+        *,
+        whole: bool = True,
+        of_weights: bool = False,
+    ) -> set[nn.Parameter]:
+        """The weight, if ``read``, added to ``wide`` or drawn to, is one or was made of one.
+
+        Args:
+            wide: The average.
+            read: Of its shape.
+            weights: All of them.
+            new: What this window has made.
+            whole: Whether it counts as a mere copy of a weight, too.
+            of_weights: Whether it counts where ``wide`` was made of another weight.
+        """
         source = self._source(read, weights)
         if source is None or not isinstance(wide, Tensor) or wide.shape != read.shape:
-            return
+            return set()
         param, part = source
-        if not wide.is_floating_point() or self._source(wide, weights) is not None:
-            return
-        if wide.dtype in HALF and not self._is_rounded(wide):
-            return
+        if not wide.is_floating_point() or not (whole or part):
+            return set()
+        other = self._source(wide, weights)
+        if other is not None:
+            return {param} if of_weights and other[0] is not param else set()
+        if wide.dtype in HALF and not self._is_rounded(wide, new):
+            return set()
         decay = param.grad is not None and param.grad.data_ptr() == wide.data_ptr()  # of the user's own
-        if (whole or part) and not decay:
-            self.found.add(param)
+        return set() if decay else {param}
 
     def _source(self, tensor: Any, weights: Weights) -> tuple[nn.Parameter, bool] | None:
         """The weight that ``tensor`` is, or was made of, and whether it is more than a copy."""
@@ -273,14 +340,27 @@ class RoundedAverages:
         param = weights.of(tensor)
         return None if param is None or param.shape != tensor.shape else (param, False)
 
-    def _is_rounded(self, tensor: Any) -> bool:
+    def _is_rounded(self, tensor: Any, new: NewMemory) -> bool:
         made = self._rounded.get(id(tensor))
-        return made is not None and made() is tensor
+        if made is not None and made() is tensor:
+            return True
+        return isinstance(tensor, Tensor) and tensor.dtype in HALF and bool(memory(tensor)) and not new.holds(tensor)
 
-    def judge(self) -> None:
-        """A window ends."""
+    def judge(self, kept: Iterable[Tensor] = ()) -> None:
+        """A window ends.
+
+        Args:
+            kept: If it was one inside a forward, tensors that stay.
+        """
+        for tensor in kept if self._mixed else ():
+            self.found |= self._mixed_into(tensor, memory(tensor))
         self._made.clear()
         self._rounded.clear()
+        self._mixed.clear()
+
+
+def _is_wide(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dtype not in HALF
 
 
 def _together(one: Any, other: Any, result: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -1,10 +1,10 @@
 """Averages of weights that user code keeps are fed with the fp32 values.
 
-Why it exists: torch's ``AveragedModel``, diffusers' ``EMAModel`` and latent diffusion's ``LitEma`` read the module's
-parameters, which are 16-bit while training, and an average of roundings is no better than a rounding; some of torch's
-averaging functions do not take 16 bits at all, and ``LitEma`` takes on their dtype for the update, which then goes to a
-copy. For the length of fit their methods are given fp32 values instead, and what they write into these becomes the
-weights'.
+Why it exists: torch's ``AveragedModel``, diffusers' ``EMAModel``, torch_ema's ``ExponentialMovingAverage``, latent
+diffusion's ``LitEma`` and ema_pytorch's ``EMA`` read the module's parameters, which are 16-bit while training, and an
+average of roundings is no better than a rounding; some of torch's averaging functions and ``EMA`` do not take 16 bits
+at all, and ``LitEma`` takes on their dtype for the update, which then goes to a copy. For the length of fit their
+methods are given fp32 values instead, and what they write into these becomes the weights'.
 
 What it leaves out: averages made by hand, which nothing gives away, and the project's own
 (:mod:`lightning_mixprec.callbacks`).
@@ -12,7 +12,9 @@ What it leaves out: averages made by hand, which nothing gives away, and the pro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any
 
@@ -21,10 +23,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_mixprec.master import MasterWeights
+from lightning_mixprec.opaque import is_script
 from lightning_mixprec.widening import HALF
 
 _WRITING = ("copy_to", "restore")
-_UPDATES = {"shadow_params": "step", "m_name2s_name": "forward"}  # by an attribute that gives the kind away
+_UPDATES = {"shadow_params": ("step", "update"), "m_name2s_name": ("forward",)}  # by an attribute that tells the kind
+# Of a kind that holds the module itself, as `online_model`.
+_ONLINE_READING = ("update", "copy_params_from_model_to_ema")
+_ONLINE_WRITING = ("update_model_with_ema", "copy_params_from_ema_to_model")
 
 
 class Feeding:
@@ -75,7 +81,8 @@ class Feeding:
                 names = fed_methods(each)
                 if names and not _is_own(each, names[0]):
                     _widen_shadows(each)
-                    each.__dict__.update((name, _Fed(each, name, self._masters)) for name in names)
+                    fed = _FedOnline if names[0] in _ONLINE_READING and _holds_online(each) else _Fed
+                    each.__dict__.update((name, fed(each, name, self._masters)) for name in names)
                     self._fed += [(each, name) for name in names]
                     self._kinds.add(type(each))
 
@@ -95,11 +102,25 @@ def fed_methods(average: Any) -> list[str]:
     """
     if isinstance(average, AveragedModel):
         return ["update_parameters"]
-    for mark, update in _UPDATES.items():
-        names = [update, "store", *_WRITING]
-        if mark in getattr(average, "__dict__", {}) and all(callable(getattr(average, name, None)) for name in names):
-            return names
+    for mark, updates in _UPDATES.items():
+        for update in updates:
+            names = [update, "store", *_WRITING]
+            if mark in getattr(average, "__dict__", {}) and all(map(partial(_has, average), names)):
+                return names
+    if _holds_online(average):
+        return [name for name in (*_ONLINE_READING, *_ONLINE_WRITING) if _has(average, name)]
     return []
+
+
+def _has(average: Any, name: str) -> bool:
+    return callable(getattr(average, name, None))
+
+
+def _holds_online(average: Any) -> bool:
+    if not isinstance(average, nn.Module) or is_script(average):
+        return False
+    held = {*vars(average), *average._modules}
+    return {"online_model", "ema_model"} <= held and all(_has(average, name) for name in _ONLINE_READING)
 
 
 def attributes(owner: Any) -> Iterator[Any]:
@@ -140,19 +161,41 @@ class _Fed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = getattr(type(self._average), self._name)
         passed = signature(method).bind(self._average, *args, **kwargs)
+        passed.apply_defaults()
         key = list(passed.arguments)[1]
-        shown = _Shown(passed.arguments[key], self._masters)
-        passed.arguments[key] = shown if isinstance(passed.arguments[key], nn.Module) else shown.tensors
+        given = passed.arguments[key]
+        if given is None:  # those that it has been made with
+            given = [param() for param in self._average._params_refs]
+        shown = _Shown(given, self._masters)
+        passed.arguments[key] = shown if isinstance(given, nn.Module) else shown.tensors
+        _widen_shadows(self._average)  # which takes on the parameters' dtype where it is loaded
         result = method(*passed.args, **passed.kwargs)
         if self._name in _WRITING:
-            with torch.no_grad():
-                for param, value in zip(shown.params, shown.tensors, strict=True):
-                    if value is not param:
-                        self._masters.write(param, value.detach())
+            shown.write()
         return result
 
     def __reduce__(self) -> Any:
         return _as_it_was, (self._average, self._name)
+
+
+class _FedOnline(_Fed):
+    """The method ``name`` of ``average``, which finds fp32 values in the module that it holds."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        average: Any = self._average
+        held = average.__dict__.get("online_model")  # in a list, where it is no part of the module
+        online = held[0] if isinstance(held, list) else average.online_model
+        shown = online if isinstance(online, _Shown) else _Shown(online, self._masters)
+        average.__dict__["online_model"] = [shown] if isinstance(held, list) else shown
+        try:
+            result = getattr(type(average), self._name)(average, *args, **kwargs)
+        finally:
+            average.__dict__["online_model"] = held
+            if held is None:
+                del average.__dict__["online_model"]
+        if self._name in _ONLINE_WRITING:
+            shown.write()
+        return result
 
 
 class _Shown:
@@ -161,11 +204,22 @@ class _Shown:
     def __init__(self, weights: nn.Module | Iterable[nn.Parameter], masters: MasterWeights) -> None:
         self._module = weights if isinstance(weights, nn.Module) else None
         self.params = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
-        # Of those that are fp32 themselves there is no copy: what is written to them is written.
-        self.tensors = [
-            masters.peek(param).clone().requires_grad_(param.requires_grad) if param in masters else param
+        self._masters = masters
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """fp32 values; of parameters that are fp32 themselves there is no copy: what is written to them is written."""
+        return [
+            self._masters.peek(param).clone().requires_grad_(param.requires_grad) if param in self._masters else param
             for param in self.params
         ]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Let what stands in :attr:`tensors` be the weights'."""
+        for param, value in zip(self.params, self.tensors, strict=True):
+            if value is not param:
+                self._masters.write(param, value.detach())
 
     def parameters(self) -> Iterator[Tensor]:
         return iter(self.tensors)
@@ -176,6 +230,10 @@ class _Shown:
 
     def buffers(self) -> Iterator[Tensor]:
         yield from () if self._module is None else self._module.buffers()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module, which is fp32."""
+        return copy.deepcopy(self._module, memo)
 
     def __getattr__(self, name: str) -> Any:
         """Of the module itself, whose state dict is fp32."""

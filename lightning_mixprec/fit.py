@@ -196,11 +196,13 @@ class Fit:
             self._manual.begin_batch()
         counted = self._fp8_advice or nullcontext()
         uncompiled = self._fp8_advice is not None
+        if self._edits is not None:
+            self._edits.open_(inside=module)
         with compute_context(*self._compute), self._steps.training_step(uncompiled=uncompiled), counted:
             yield
-        if module.automatic_optimization:
-            self.open_edits()  # `on_before_zero_grad` comes between forward and backward
-        else:
+        self.close_edits()
+        self.open_edits()  # `on_before_zero_grad` comes between forward and backward
+        if not module.automatic_optimization:
             if self._manual is not None:
                 self._manual.end_batch(ledger.batches)
             self.end_batch()

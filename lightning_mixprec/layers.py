@@ -28,6 +28,7 @@ from lightning_mixprec.autocast import compute_context, is_outside, no_autocast
 from lightning_mixprec.calls import is_called, is_metric, own_methods
 from lightning_mixprec.norms import lean_norm
 from lightning_mixprec.opaque import is_script
+from lightning_mixprec.subclass import made_of, make_subclass
 from lightning_mixprec.widening import HALF, Cast, call_widened, widened, widened_unless_parameter
 from lightning_mixprec.widening import map_tensors as map_tensors
 from lightning_mixprec.widening import widen as widen
@@ -63,7 +64,7 @@ class SwappedLayer(nn.Module):
         # The class does not exist under its name in any module, so pickle and copy are told how to make it.
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
-        kind, base = type(self).__bases__
+        kind, base = made_of(type(self))
         return (_rebuild, (kind, make, tuple(base if arg is type(self) else arg for arg in args)), *rest)
 
 
@@ -311,7 +312,7 @@ def _restore_class(module: nn.Module) -> None:
     place = next((place for place, each in enumerate(chain) if "_base_forward" in vars(each)), None)
     if place is None:  # on top there is a class that it shares with one that has been restored
         return
-    swapped, own = chain[place], chain[place].__bases__[1]
+    swapped, own = chain[place], made_of(chain[place])[1]
     if place == 0:
         module.__class__ = own
     else:
@@ -398,7 +399,7 @@ def _make_subclass(kind: Any, base: Any) -> Any:
         names["dtype"] = property(lambda self: self.__dict__.get("_mixprec_dtype") or base.dtype.fget(self))
     if hasattr(base, "__deepcopy__"):  # it knows its own class, as those that torch.fx makes
         names["__deepcopy__"] = deepcopy
-    return type(base.__name__, (kind, base), names)
+    return make_subclass(kind, base, names)
 
 
 _subclass: Callable[[Any, Any], Any] = cache(_make_subclass)  # one class per pair, so that copies compare equal

@@ -47,6 +47,7 @@ from lightning_mixprec.questions import (
     refuse_backward_without_optimizers,
     refuse_comm_hook,
     refuse_optimizers,
+    refuse_second_trainer,
     refuse_sharding,
     refuse_strategy,
     refuse_unsharded,
@@ -232,6 +233,7 @@ class MasterWeightPrecision(Precision):
                 f"{type(self).__name__} works with lightning.Trainer, which passes a LightningModule, and was given "
                 f"{type(module).__name__} without a Trainer. With Fabric, use Fabric(precision={self.precision!r})."
             )
+        refuse_second_trainer(self._module, module)
         self.teardown()  # of an earlier stage that ended without one
         restore_(module)  # parts may be copies of a module that was being trained
         trainer: Any = module.trainer

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceXLAStrategy,
     XLAStrategy,
 )
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -198,6 +199,18 @@ def refuse_backward_without_optimizers() -> None:
     )
 
 
+def refuse_second_trainer(before: LightningModule | None, module: LightningModule) -> None:
+    """Refuse a plugin that is in another Trainer's run, which goes on: it would end that one's."""
+    running: Any = None if before is None else before._trainer
+    if running is None or running is module._trainer or running.state.status != TrainerStatus.RUNNING:
+        return
+    raise MisconfigurationException(
+        f"This {type(running.precision_plugin).__name__} is at work in another Trainer, whose {running.state.fn.value} "
+        f"of {type(before).__name__} goes on, and holds its fp32 weights. Give each of two Trainers that run at once a "
+        "plugin of its own."
+    )
+
+
 def refuse_averaging(callbacks: list[Any]) -> None:
     """Refuse stock averages of 16-bit weights."""
     for callback in callbacks:
@@ -210,7 +223,7 @@ def refuse_averaging(callbacks: list[Any]) -> None:
 
 
 def warn_of_shadows(module: nn.Module, callbacks: Iterable[Any]) -> None:
-    """Warn of averages kept beside the modules that nobody feeds with fp32 values: of torch_ema, lists of weights."""
+    """Warn of averages kept beside the modules that nobody feeds with fp32 values, such as lists of weights."""
     shapes = Counter(param.shape for param in module.parameters() if param.dtype in HALF)
     for owner in (*module.modules(), *callbacks):
         for name, value in vars(owner).items():

@@ -183,34 +183,41 @@ class Bucket:
         """fp32 values of one parameter, in its shape: a view of the master, or a tensor of their own."""
         if self.master is not None:
             return self.view(self.master, index)
-        span = self._span(index)
-        flat = torch.empty(span.stop - span.start, dtype=torch.float32, device=self.half.device)
-        decode_(self.half[span], self._rest(span), EXTRA_BITS[self.masters], flat)
+        return self._decoded(self.half[self._span(index)], index)
+
+    def _decoded(self, part: Tensor, index: int) -> Tensor:
+        """fp32 values of one parameter, in its shape, rebuilt with ``part``, 16-bit, in place of its part of half."""
+        flat = torch.empty_like(part, dtype=torch.float32)
+        decode_(part, self._rest(self._span(index)), EXTRA_BITS[self.masters], flat)
         return flat.as_strided(*self._layouts[index])
 
     def peek(self, index: int) -> Tensor:
         """fp32 values of one parameter with what :meth:`adopt` would take over, changing nothing."""
-        param = self.params[index]
-        half, values = self.view(self.half, index), self._peek_written(index)
-        if param.dtype != self.dtype or param.data_ptr() != half.data_ptr():  # replaced
+        param, half = self.params[index], self.view(self.half, index)
+        part = self.half[self._span(index)]
+        if param.dtype != self.dtype:  # replaced by something wider
             given = param.data.to(half.device)
             kept = given.to(self.dtype) == half
             held = given if self.master is not None or self.rest is not None else given.to(self.dtype)
-            return torch.where(kept, values, held.float())
-        return values
+            return torch.where(kept, self._peek_written(index, part), held.float())
+        if param.data_ptr() == half.data_ptr():
+            return self._peek_written(index, part)
+        replaced = part.clone()
+        replaced.as_strided(*self._layouts[index]).copy_(param.data)
+        return self._peek_written(index, replaced, edited=True)
 
-    def _peek_written(self, index: int) -> Tensor:
-        """Likewise, of what was written into the memory that is a parameter's part of :attr:`half`."""
-        half, values = self.view(self.half, index), self.values_of(index)
-        edited = self._differs(self._take_fingerprint())
+    def _peek_written(self, index: int, part: Tensor, edited: bool | Tensor | None = None) -> Tensor:
+        """Likewise, of what was written into ``part``, 16-bit, in place of its part of :attr:`half`."""
+        edited = self._differs(self._take_fingerprint()) if edited is None else edited
         if edited is False:
-            return values
+            return self.values_of(index)
+        half = part.as_strided(*self._layouts[index])
         if self.master is not None:
-            span = self._span(index)
-            rounded = torch.empty_like(self.half[span])
-            round_(self.master[span], rounded)  # of all parameters a state dict asks, one by one
+            rounded = torch.empty_like(part)
+            round_(self.master[self._span(index)], rounded)  # of all parameters a state dict asks, one by one
             kept = rounded.as_strided(*self._layouts[index]) == half
-            return torch.where(kept if edited is True else kept | ~edited, values, half.float())
+            return torch.where(kept if edited is True else kept | ~edited, self.values_of(index), half.float())
+        values = self._decoded(part, index)
         return torch.where(half == 0, 0, values) if self.rest is not None else values
 
     def set_values_of(self, index: int, value: Tensor) -> None:
@@ -301,7 +308,9 @@ class Bucket:
         for index, view in self.replaced():
             given = self.params[index].data.to(view.device)  # where a module is on its way to another
             self.params[index].data = view
-            if self._ready:  # replaced from outside: what differs from before is taken over exactly
+            if self._ready and given.dtype == self.dtype:  # replaced from outside, as if it were written
+                view.copy_(given)  # whatever was written before
+            elif self._ready:  # by something wider: what differs from before is taken over exactly
                 self._take_over()  # what was written before it was replaced
                 kept = given.to(self.dtype) == view
                 self.set_values_of(index, torch.where(kept, self.values_of(index), given.float()))

@@ -180,6 +180,46 @@ def test_averages_that_are_looked_at_for_a_validation_are_no_edits():
     assert reports(module=Looks(), val_check_interval=1) == []
 
 
+class Rolls(Net):
+    """Every third step it goes back to what it kept, or takes over what it has kept and averaged."""
+
+    dtype_kept = torch.bfloat16
+
+    def on_train_start(self):
+        self.kept = [param.detach().to(self.dtype_kept, copy=True) for param in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_):
+        if self.global_step % 3 == 2:
+            for param, kept in zip(self.parameters(), self.kept, strict=True):
+                param.copy_(kept)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "split"])
+def test_weights_put_back_from_16_bit_copies_are_reported(kind):
+    def found(module):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(PLUGINS[kind]()).fit(module, loader(list(range(16))))
+        return [str(each.message) for each in caught if "put back" in str(each.message)]
+
+    (report,) = found(Rolls(lr=1e-2))
+    for words in ("'body.weight'", "16-bit", "state_dict()", "fp32_weights(pl_module)"):
+        assert words in report
+    assert found(Rolls(lr=0.0)) == []
+
+    class Remembers(Rolls):
+        def on_train_start(self):
+            self.kept = snapshot(self)
+
+        def on_train_batch_end(self, *_):
+            if self.global_step % 3 == 2:
+                self.load_state_dict(self.kept)
+
+    assert found(Remembers(lr=1e-2)) == []
+    assert found(type("Wide", (Rolls,), {"dtype_kept": torch.float32})(lr=1e-2)) == []
+
+
 HOOKS = [
     "on_train_batch_start",
     "on_before_zero_grad",

@@ -1,6 +1,7 @@
 """Averages of torch and diffusers kept in a fit of 16-bit weights are those of the fp32 weights."""
 
 import copy
+import weakref
 
 import lightning as L
 import pytest
@@ -312,6 +313,130 @@ def test_a_copy_made_in_mid_fit_is_fed_in_a_fit_of_its_own():
         torch.testing.assert_close(copied.ema.module.state_dict()[name].double(), value, rtol=0, atol=2e-7)
 
 
+class Online(nn.Module):
+    """As ema_pytorch's `EMA`: holds the module itself, as a part of it or in a list, and is given nothing."""
+
+    def __init__(self, model, part):
+        super().__init__()
+        self.online_model = model if part else [model]
+        self.ema_model = copy.deepcopy(model).requires_grad_(False)
+        self.started = False
+
+    def pairs(self):
+        online = self.online_model[0] if isinstance(self.online_model, list) else self.online_model
+        return zip(self.ema_model.parameters(), online.parameters(), strict=True)
+
+    def copy_params_from_model_to_ema(self):
+        for average, param in self.pairs():
+            average.data.copy_(param.data)
+
+    def copy_params_from_ema_to_model(self):
+        for average, param in self.pairs():
+            param.data.copy_(average.data)
+
+    def update(self):
+        if not self.started:
+            self.copy_params_from_model_to_ema()
+        for average, param in self.pairs() if self.started else ():
+            average.data.lerp_(param.data, 0.1)
+        self.started = True
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("when", ["init", "start"])
+@pytest.mark.parametrize("kind", ["fp32", "split", "fp16"])
+def test_an_average_that_holds_the_module_finds_the_fp32_weights_in_it(kind, when, part):
+    """What it copies into them becomes them."""
+
+    class Ends(Net):
+        def on_train_epoch_end(self):
+            self.ema.copy_params_from_ema_to_model()
+
+    module = fit(Ends(lambda net: Online(net, part), when, update=lambda m: m.ema.update()), PLUGINS[kind]())
+    for name, value in averaged(module.history, lambda n: 0.1).items():
+        found = module.ema.ema_model.state_dict()[name]
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-7)
+    assert_same(snapshot(module.net), snapshot(module.ema.ema_model))
+    assert not {"update", "copy_params_from_ema_to_model"} & vars(module.ema).keys()
+    assert ("online_model" in vars(module.ema)) != part
+    if not part:
+        assert module.ema.online_model == [module.net]
+
+
+class Shadows:
+    """As torch_ema's `ExponentialMovingAverage`: remembers the parameters that it was made with."""
+
+    def __init__(self, params):
+        params = list(params)
+        self.shadow_params = [param.clone().detach() for param in params]
+        self._params_refs = [weakref.ref(param) for param in params]
+        self.collected_params = None
+
+    def params(self, parameters):
+        return [ref() for ref in self._params_refs] if parameters is None else list(parameters)
+
+    @torch.no_grad()
+    def update(self, parameters=None):
+        for average, param in zip(self.shadow_params, self.params(parameters), strict=True):
+            average.sub_(0.1 * (average - param))
+
+    def store(self, parameters=None):
+        self.collected_params = [param.clone() for param in self.params(parameters)]
+
+    def copy_to(self, parameters=None):
+        for average, param in zip(self.shadow_params, self.params(parameters), strict=True):
+            param.data.copy_(average.data)
+
+    def restore(self, parameters=None):
+        for kept, param in zip(self.collected_params, self.params(parameters), strict=True):
+            param.data.copy_(kept.data)
+
+    def load(self):
+        """It takes on the dtype of the parameters."""
+        self.shadow_params = [kept.bfloat16() for kept in self.shadow_params]
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("when", ["init", "start"])
+def test_an_average_that_remembers_the_parameters_is_that_of_the_fp32_weights(when, given):
+    class Swaps(Net):
+        def on_validation_start(self):
+            self.ema.store()
+            self.ema.copy_to(self.net.parameters() if given else None)
+
+        def on_validation_end(self):
+            self.ema.restore()
+
+    def update(module):
+        if given:
+            module.ema.update(module.net.parameters())
+        else:
+            module.ema.update()
+
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    module = fit(Swaps(lambda net: Shadows(net.parameters()), when, update=update), **options)
+    assert_same(snapshot(module.net), snapshot(fit(Net(), **options).net))
+    first = snapshot(Net().net) if when == "init" else {n: v.bfloat16() for n, v in snapshot(Net().net).items()}
+    expected = averaged([{name: value.double() for name, value in first.items()}, *module.history], lambda n: 0.1)
+    for found, (name, value) in zip(module.ema.shadow_params, expected.items(), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-6)
+        torch.testing.assert_close(module.validated[f"net.{name}"], found, rtol=0, atol=0)
+
+
+def test_an_average_that_is_loaded_in_mid_fit_does_not_stay_16_bit():
+    class Loads(Net):
+        def on_train_start(self):
+            self.ema.load()
+
+    module = fit(Loads(lambda net: Shadows(net.parameters()), update=lambda m: m.ema.update()))
+    first = {name: value.bfloat16().double() for name, value in snapshot(Net().net).items()}
+    expected = averaged([first, *module.history], lambda n: 0.1).values()
+    for found, value in zip(module.ema.shadow_params, expected, strict=True):
+        torch.testing.assert_close(found.double(), value, rtol=0, atol=2e-6)
+
+
 def test_an_average_by_hand_that_mixes_dtypes_is_an_error_with_the_remedy():
     def update(module):
         with torch.no_grad():
@@ -374,6 +499,120 @@ def test_an_average_of_roundings_by_hand_is_reported(how, recwarn):
     for report in found:
         for words in ("4 parameters ('net.0.weight'", "MasterWeightAveraging", "fp32_weights(pl_module)"):
             assert words in report
+
+
+class InStep(Net):
+    """MoCo, BYOL and DINO update their teacher before the student's forward, in `training_step` or in a network."""
+
+    def on_train_batch_end(self, *_):
+        pass
+
+    @torch.no_grad()
+    def update_teacher(self):
+        for average, param in zip(self.ema.parameters(), self.net.parameters(), strict=True):
+            self.update(average, param)
+
+    def training_step(self, batch, batch_idx):
+        self.update_teacher()
+        return super().training_step(batch, batch_idx)
+
+
+def said(module, words, recwarn, **kwargs):
+    fit(module, batches=3, **kwargs)
+    return [str(each.message) for each in recwarn if words in str(each.message)]
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_an_average_of_roundings_within_a_training_step_is_reported(how, recwarn):
+    update, count = AVERAGES[how]
+    count *= how != "a rounded copy of it"  # which nobody keeps
+    found = said(InStep(lambda net: copy.deepcopy(net).requires_grad_(False), update=update), "by hand", recwarn)
+    assert len(found) == count
+    assert all("averaged by hand" in report for report in found)
+
+
+@pytest.mark.parametrize("how", ["in place", "of data", "copied", "of a list", "torch.lerp"])
+def test_a_teacher_that_an_optimizer_holds_and_that_does_not_move_is_reported(how, recwarn):
+    """16-bit then, so that 0.1 % of the distance to the student is lost in it."""
+    slow = {
+        "in place": lambda average, param: average.mul_(0.999).add_(param, alpha=0.001),
+        "of data": lambda average, param: average.data.mul_(0.999).add_(param.data, alpha=0.001),
+        "copied": lambda average, param: average.copy_(average * 0.999 + param * 0.001),
+        "of a list": lambda average, param: torch._foreach_lerp_([average], [param], 0.001),
+        "torch.lerp": lambda average, param: average.copy_(torch.lerp(average, param, 0.001)),
+    }
+    module = InStep(copy.deepcopy, held=True, update=slow[how])
+    module.training_step(0, 0)
+    fit(module, batches=6)
+    (report,) = [str(each.message) for each in recwarn if "changed by hand" in str(each.message)]
+    for words in ("'ema.0.weight'", "rounds away", "fp32_weights(pl_module)"):
+        assert words in report
+
+
+KEPT_IN_16_BITS = {
+    "in place": lambda kept, param: kept.mul_(0.999).add_(param, alpha=0.001),
+    "drawn to it": lambda kept, param: kept.lerp_(param, 0.001),
+    "of a list": lambda kept, param: torch._foreach_lerp_([kept], [param], 0.001),
+    "half way, as Lookahead": lambda kept, param: kept.add_(param - kept, alpha=0.5),
+    "anew": lambda kept, param: 0.999 * kept + 0.001 * param,
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", KEPT_IN_16_BITS)
+def test_an_average_kept_in_16_bits_is_reported(how, inside, recwarn):
+    """Clones of parameters are 16-bit while these train, and hardly anything arrives in their averages."""
+
+    class Keeps(Net):
+        @torch.no_grad()
+        def update_kept(self):
+            results = [
+                KEPT_IN_16_BITS[how](kept, param) for kept, param in zip(self.kept, self.net.parameters(), strict=True)
+            ]
+            if how == "anew":
+                self.kept = results
+
+        def on_train_start(self):
+            self.kept = [param.detach().clone() for param in self.net.parameters()]
+
+        def training_step(self, batch, batch_idx):
+            if inside:
+                self.update_kept()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_):
+            if not inside:
+                self.update_kept()
+
+    found = said(Keeps(), "averaged by hand", recwarn)
+    assert len(found) == (not inside or how != "anew")  # nothing tells there that somebody keeps it
+
+
+FORWARD = {
+    "norms enforced": lambda m: m.net[0].weight.copy_(nn.functional.normalize(m.net[0].weight.float(), dim=1)),
+    "norms enforced in place": lambda m: m.net[0].weight.div_(m.net[0].weight.norm(dim=1, keepdim=True)),
+    "a copy, refreshed": lambda m: m.ema[0].weight.copy_(m.net[0].weight),
+    "statistics": lambda m: m.ema[0].weight.lerp_(m.net[0].weight.float().square() + 1, 0.1),
+    "perturbed": lambda m: m.net[0].weight + 0.1 * torch.randn(16, 16),
+    "half of it, perturbed": lambda m: 0.5 * m.net[0].weight + torch.randn(16, 16),
+    "added to activations": lambda m: torch.randn(16, 16).add_(0.5 * m.net[0].weight),
+    "an inner step": lambda m: m.net[0].weight.add(torch.randn(16, 16), alpha=-0.1),
+}
+
+
+@pytest.mark.parametrize("how", FORWARD)
+def test_other_arithmetic_within_a_training_step_is_not_reported(how, recwarn):
+    class Computes(Net):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.kept = None
+                FORWARD[how](self)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_):
+            pass
+
+    assert not said(Computes(lambda net: copy.deepcopy(net).requires_grad_(False)), "by hand", recwarn)
 
 
 def test_nothing_is_said_where_weights_are_fp32(caplog):

@@ -7,6 +7,7 @@ import pickle
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reference import (
     HALF,
     REPARAMETRISATIONS,
@@ -119,6 +120,27 @@ def test_a_module_that_another_trainer_is_training_is_refused():
     fit(MasterWeightPrecision("bf16"), plain, make_batches(2))
     assert len(errors) == 2
     assert_same(snapshot(module), snapshot(plain))
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_a_plugin_that_is_at_work_in_another_trainer_is_refused(run):
+    """It would leave the outer fit, which then ended with an error that named neither."""
+
+    class Nested(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            inner = make_trainer(trainer.precision_plugin)
+            getattr(inner, run)(make_module(), loader(make_batches(1)))
+
+    plugin = MasterWeightPrecision("bf16")
+    module = make_module()
+    with pytest.raises(
+        MisconfigurationException, match=r"another Trainer, whose fit of TinyModule goes on.*of its own"
+    ):
+        fit(plugin, module, make_batches(2), callbacks=Nested(), max_epochs=2)
+    again, plain = make_module(), make_module()
+    fit(plugin, again, make_batches(2))  # which is over by now
+    fit(MasterWeightPrecision("bf16"), plain, make_batches(2))
+    assert_same(snapshot(again), snapshot(plain))
 
 
 # Given in 16 bits

@@ -4,8 +4,10 @@ import copy
 import inspect
 import io
 import pickle
+from abc import ABC
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -302,6 +304,50 @@ def test_swapped_layers_show_the_signature_of_their_class(kind):
     layer = nn.Bilinear(2, 2, 2)
     signature = inspect.signature(layer.forward)
     assert inspect.signature(swap_(layer, kind, "cpu", torch.bfloat16).forward) == signature
+
+
+class Slotted:
+    __slots__ = ()
+
+
+class AbstractFirst(ABC, nn.Linear):
+    pass
+
+
+class GenericFirst(Generic[TypeVar("T")], nn.Linear):
+    pass
+
+
+class SlottedFirst(Slotted, nn.Linear):
+    pass
+
+
+class BelowAbstract(AbstractFirst):
+    def forward(self, x):
+        return super().forward(x) * 1e5
+
+
+@pytest.mark.parametrize("base", [AbstractFirst, GenericFirst, SlottedFirst, BelowAbstract])
+def test_classes_that_begin_with_a_base_that_is_no_module(base):
+    """Python calls their layout in memory another one than that of classes that begin with nn.Module."""
+    plain = base(2, 2)
+    layer = swap_(copy.deepcopy(plain), Fp32Layer, "cpu", torch.float16)
+    x = torch.ones(1, 2).half()
+    expected = plain(x.float())
+    stream = io.BytesIO()
+    torch.save(layer, stream)
+    stream.seek(0)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.float16):
+        for each in (layer, copy.deepcopy(layer), torch.load(stream, weights_only=False), compiled):
+            assert torch.equal(each(x), expected)
+            assert each is compiled or isinstance(each, base)
+    nn.utils.parametrizations.weight_norm(layer)
+    with torch.autocast("cpu", torch.float16):
+        assert layer(x).dtype == torch.float32
+    nn.utils.parametrize.remove_parametrizations(restore_(layer), "weight")
+    assert type(layer) is base
+    assert not [name for name in layer.__dict__ if name.startswith("_mixprec")]
 
 
 def test_a_model_reports_the_dtype_it_was_given_in():

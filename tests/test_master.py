@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from reference import rounded
+from reference import assert_same, rounded
 from torch import Tensor, nn
 
 from lightning_mixprec.encoding import decode_, encode_, round_
@@ -428,6 +428,30 @@ BESIDE = {
     "write": lambda net, masters: masters.write(net.b.weight, torch.full(net.b.weight.shape, 0.1)),
     "load_state_dict": lambda net, masters: net.b.load_state_dict({"weight": torch.ones(17, 33)}, strict=False),
 }
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split", "split24", "none"])
+@pytest.mark.parametrize("how", ["memory", "memory in another layout", "in place"])
+def test_what_is_perturbed_in_place_and_put_back_has_all_its_bits(masters, how):
+    """Sharpness-aware minimisation keeps `p.data`, perturbs, and puts it back by assignment."""
+    net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
+    weights = MasterWeights(net, {name: torch.bfloat16 for name, _ in net.named_parameters()}, masters)
+    weights.allocate()
+    before = {name: weights.peek(param).clone() for name, param in net.named_parameters()}
+    kept = [param.data.clone() for param in net.parameters()]
+    with torch.no_grad():
+        for param in net.parameters():
+            param.add_(0.1)
+        for param, value in zip(net.parameters(), kept, strict=True):
+            if how == "in place":
+                param.copy_(value)
+            else:
+                param.data = value.t().contiguous().t() if "layout" in how and value.dim() == 2 else value
+    for look in (weights.peek, weights.read):
+        for name, param in net.named_parameters():
+            assert torch.equal(look(param), before[name]), name
+        weights.adopt_edits()
+    assert_same(net.state_dict(), before)
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import warnings
+from abc import ABC
 
 import lightning as L
 import pytest
@@ -468,6 +469,20 @@ def test_module_is_as_found_after_fit(precision):
     before = snapshot(module)
     fit(None, module, make_batches(2))
     assert not torch.equal(before["net.proj.weight"], module.net.proj.weight)
+
+
+class Abstract(ABC, TinyModule):
+    """Python lays it out otherwise than a LightningModule."""
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_a_module_whose_first_base_is_no_module_trains_as_any_other(precision):
+    module, plain = Abstract(), TinyModule()
+    module.load_state_dict(plain.state_dict())
+    for each in (module, plain):
+        fit(MasterWeightPrecision(precision), each, make_batches(2))
+    assert_same(snapshot(module), snapshot(plain))
+    assert type(module) is Abstract
 
 
 @pytest.mark.parametrize("precision", HALVES)
