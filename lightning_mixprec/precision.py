@@ -511,10 +511,12 @@ class MasterWeightPrecision(Precision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over what stock Lightning calls by other names, and say so where there is nothing to be taken over."""
-        if self._module is not None:
-            take_over_raw_weights(checkpoint, self._module)
+        module = self._module
+        if module is not None:
+            take_over_raw_weights(checkpoint, module)
         if type(self).__qualname__ not in checkpoint:
-            take_over_scale(checkpoint, self.scaler, self.load_state_dict)
+            trains = module is None or module.trainer.state.fn == "fit"
+            take_over_scale(checkpoint, self.scaler, self.load_state_dict, trains=trains)
 
     # What it is, also inside the error of a strategy that refuses it at Trainer construction
 

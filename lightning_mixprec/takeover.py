@@ -36,7 +36,11 @@ def take_over_raw_weights(checkpoint: Mapping[str, Any], module: LightningModule
 
 
 def take_over_scale(
-    checkpoint: Mapping[str, Any], scaler: DynamicLossScaler, load: Callable[[dict[str, Any]], None]
+    checkpoint: Mapping[str, Any],
+    scaler: DynamicLossScaler,
+    load: Callable[[dict[str, Any]], None],
+    *,
+    trains: bool,
 ) -> None:
     """Find the loss scale in a checkpoint that has no state of this plugin, and say so where there is none.
 
@@ -44,6 +48,7 @@ def take_over_scale(
         checkpoint: All of it.
         scaler: Takes the state of a ``GradScaler``.
         load: Takes the state of a plugin of this kind with another name: a subclass, or its base.
+        trains: It will be needed.
     """
     for name, state in checkpoint.items():
         if isinstance(state, dict) and state.keys() >= _OURS:
@@ -56,5 +61,5 @@ def take_over_scale(
     if stock:
         scaler.load_state_dict(stock)
         log.info("Loss scale %g taken over from the checkpoint's GradScaler.", float(scaler.scale))
-    else:
+    elif trains:
         log.warning("The checkpoint holds no loss scale: continuing with %g.", float(scaler.scale))

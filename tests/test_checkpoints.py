@@ -65,6 +65,15 @@ def straight(tmp_path_factory):
     return snapshot(module)
 
 
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_loss_scale_is_missed_where_one_is_needed(stage, first, caplog):
+    module = make_module(adamw)
+    trainer = make_trainer(MasterWeightPrecision("fp16"), max_epochs=2)
+    with caplog.at_level("WARNING"):
+        getattr(trainer, stage)(module, loader(make_batches(2)), ckpt_path=first["32-true"][0])
+    assert ("holds no loss scale: continuing with 32768" in caplog.text) == (stage == "fit")
+
+
 @pytest.mark.parametrize("after", MODES)
 @pytest.mark.parametrize("before", [*MODES, *STOCK])
 def test_any_mode_goes_on_from_any_other(before, after, first, straight, tmp_path):
