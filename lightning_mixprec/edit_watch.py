@@ -4,9 +4,9 @@ Why it exists: nothing shows afterwards that `p.mul_(0.9999)` was ever called in
 average with a teacher. A run of it would end well, without it.
 
 It has to be seen while it happens: in some batches, but for backward, torch hands every operation to a dispatch mode.
-That is after 0, 1, 2, 4, 8, ... steps, and but for forward at the end of an epoch and in batches that follow if the
-parameters' versions show that they are written to. `p.data = ...` is no operation; memory that was put in place of
-another and holds the same is looked at then, too.
+That is after 0, 1, 2, 4, 8, ... steps, at the end of an epoch and in batches that follow if the parameters' versions
+show that they are written to; in forward, which has many operations, once after 1, 4, 16, ... steps. `p.data = ...` is
+no operation; memory that was put in place of another and holds the same is looked at then, too.
 
 What it leaves out: values that are put there (`copy_`, `clamp_`, `load_state_dict`), which are right in 16 bits and
 which masters adopt, unless hardly anything of the change arrives, or they come from 16-bit copies, again and again;
@@ -85,7 +85,7 @@ class EditWatch(TorchDispatchMode):
         self._steps = self._follow = 0
         self._left = _ALL_FOLLOWED
         self._versions = -1  # sum of them, as of the last look
-        self._due = True
+        self._due, self._due_inside = True, False
         self._stepped = self._entered = self._open = False
         self._process = os.getpid()
 
@@ -106,6 +106,7 @@ class EditWatch(TorchDispatchMode):
             self._follow -= 1
             self._left -= 1
         self._due = self._steps & (self._steps - 1) == 0
+        self._due_inside = self._due and self._steps.bit_length() % 2 == 1
         if self._due:
             before, self._versions = self._versions, sum(param._version for param in self._masters)
             if before not in (-1, self._versions):
@@ -124,9 +125,10 @@ class EditWatch(TorchDispatchMode):
             always: Whatever the batch.
             inside: But this one's forward comes, and what it keeps of averages is looked at.
         """
-        follows = bool(self._follow) and inside is None  # a forward has many operations
-        if self._open or not self._unsaid or not (self._due or follows or always):
+        wanted = self._due_inside if inside is not None else self._due or self._follow or always
+        if self._open or not self._unsaid or not wanted:
             return
+        self._due_inside = False
         if not self._entered:
             if _get_current_dispatch_mode_stack():
                 return  # the user's, who could not leave it before this one
