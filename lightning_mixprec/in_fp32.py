@@ -132,6 +132,8 @@ def written_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         [tensor([1.])]
     """
     places = _write_places(func)
+    if not places:
+        return []
     found = tree_leaves([args[at] if at < len(args) else kwargs.get(key) for at, key in places])
     return [each for each in found if isinstance(each, Tensor)]
 
